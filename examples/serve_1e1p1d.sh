@@ -1,0 +1,14 @@
+#!/bin/sh
+# One encode, one prefill and one decode worker (E1P1D1), each part started by hand, as a process manager would. Ctrl-C stops all.
+# `triptych serve MODEL --encode 1 --prefill 1 --decode 1` does the same with one command.
+#   examples/serve_1e1p1d.sh [MODEL] [PORT]
+model=${1:-demo}
+port=${2:-8000}
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+trap exit INT TERM
+
+triptych route "$model" --layout E1P1D1 --port "$port" &
+for role in E P D; do
+    triptych worker "$model" --role "$role" --router "http://127.0.0.1:$port" &
+done
+wait

@@ -1,0 +1,1 @@
+"""Measures: ratios between two things run side by side."""

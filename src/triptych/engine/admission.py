@@ -1,0 +1,75 @@
+"""What a worker refuses before it becomes state: requests and encodes that could never be served here."""
+
+from triptych.config import EngineConfig, Stage
+from triptych.engine.encode_queue import EncodeSpec
+from triptych.engine.request import RequestSpec
+from triptych.errors import ContextOverflowError, RequestError
+from triptych.media.item import MediaItem
+
+
+def check_request(spec: RequestSpec, config: EngineConfig) -> None:
+    """Raise `RequestError` with a sentence that says what would be right."""
+    _check_role(spec, config)
+    spec.sampling.check()
+    if not 0 < spec.num_prompt_tokens <= len(spec.token_ids):
+        raise RequestError(f"num_prompt_tokens is {spec.num_prompt_tokens}, but there are {len(spec.token_ids)} token ids.")
+    if not all(0 <= token < config.model.vocab_size for token in spec.token_ids):
+        raise RequestError(f"a token id is outside the model's vocabulary of {config.model.vocab_size}.")
+    if len(spec.token_ids) >= config.model.max_model_len:
+        raise ContextOverflowError(
+            f"the prompt has {len(spec.token_ids)} tokens and leaves no room to generate: "
+            f"the model's context is {config.model.max_model_len} tokens."
+        )
+    longest = min(len(spec.token_ids) + spec.sampling.max_tokens - spec.num_generated, config.model.max_model_len)
+    capacity = config.num_kv_blocks * config.cache.block_size
+    if longest > capacity:
+        raise ContextOverflowError(
+            f"the request may grow to {longest} tokens, but this worker's KV cache holds {capacity}; "
+            "raise --kv-cache-mib or lower max_tokens."
+        )
+    for item in spec.items:
+        _check_item(item, spec, config)
+    if spec.kv_ticket is not None and not 0 < spec.kv_ticket.num_tokens < len(spec.token_ids):
+        raise RequestError(
+            f"the KV ticket is for {spec.kv_ticket.num_tokens} tokens of {len(spec.token_ids)}; it must leave at least one to compute."
+        )
+
+
+def check_encode(spec: EncodeSpec, config: EngineConfig) -> None:
+    """Raise `RequestError` for an encode that this worker cannot do."""
+    if not config.has_tower:
+        raise RequestError(f"this worker's role is {config.role}: it has no vision tower and cannot encode.")
+    _check_rows(spec.num_rows, config)
+
+
+def _check_role(spec: RequestSpec, config: EngineConfig) -> None:
+    if not config.needs_kv_cache:
+        raise RequestError(f"this worker's role is {config.role}: it encodes media and cannot generate.")
+    if spec.kv_ticket is not None and not config.is_kv_consumer:
+        raise RequestError(f"this worker's role is {config.role}: it takes no KV from others.")
+    if spec.kv_ticket is None and Stage.PREFILL not in config.role:
+        raise RequestError(f"this worker's role is {config.role}: it cannot prefill, so kv_transfer_params.ticket is needed.")
+    if spec.hands_over and not config.is_kv_producer:
+        raise RequestError(f"this worker's role is {config.role}: it cannot hand a request over to another worker.")
+    if not spec.hands_over and Stage.DECODE not in config.role:
+        raise RequestError(f"this worker's role is {config.role}: it cannot decode; set kv_transfer_params.do_remote_decode.")
+
+
+def _check_item(item: MediaItem, spec: RequestSpec, config: EngineConfig) -> None:
+    rows, end = 0, 0
+    for start, length in item.runs:
+        if start < end or length <= 0:
+            raise RequestError("the runs of a media item must be ascending, disjoint and not empty.")
+        rows, end = rows + length, start + length
+    if rows != item.num_rows or end > spec.num_prompt_tokens:
+        raise RequestError(f"a media item has {item.num_rows} rows, but its runs give {rows} up to token {end} of the prompt.")
+    if Stage.PREFILL in config.role:
+        _check_rows(item.num_rows, config)
+
+
+def _check_rows(num_rows: int, config: EngineConfig) -> None:
+    capacity = config.num_encoder_pages * config.cache.rows_per_page
+    if not 0 < num_rows <= capacity:
+        raise RequestError(
+            f"a media item has {num_rows} rows, but this worker's encoder cache holds {capacity}; raise --encoder-cache-rows."
+        )

@@ -1,0 +1,98 @@
+"""`EngineCore`: the step loop's body. Schedule, execute, update; no thread, no I/O, and its clock from outside."""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from triptych.config import EngineConfig
+from triptych.engine.admission import check_encode, check_request
+from triptych.engine.encode_queue import EncodeSpec
+from triptych.engine.events import EncodeFailed, EngineEvent, Failed
+from triptych.engine.request import RequestSpec
+from triptych.engine.scheduler import Scheduler
+from triptych.errors import FailureReason, OverloadedError, RequestError, TriptychError
+from triptych.output import ECTicket, ModelRunnerOutput, SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput: ...
+
+
+class EngineCore:
+    """Its methods are called by one thread only. Events of calls come out of the next `step`."""
+
+    def __init__(self, config: EngineConfig, runner: Runner, clock: Callable[[], float], has_atomic_items: bool = False) -> None:
+        self._config = config
+        self._runner = runner
+        self._clock = clock
+        self._refusals: list[EngineEvent] = []
+        self.scheduler = Scheduler(config, clock, has_atomic_items)
+
+    def add_request(self, spec: RequestSpec) -> None:
+        """What cannot be served ends with a `Failed` event and becomes no state."""
+        try:
+            check_request(spec, self._config)
+            self._check_room(self.scheduler.num_waiting, "requests")
+        except TriptychError as error:
+            self._refusals.append(Failed(spec.request_id, error.message, error.type, error.status))
+            return
+        self.scheduler.add_request(spec)
+
+    def add_encode(self, spec: EncodeSpec) -> None:
+        try:
+            check_encode(spec, self._config)
+            self._check_room(self.scheduler.num_queued_encodes, "encodes")
+        except TriptychError as error:
+            reason = FailureReason.BAD_MEDIA if isinstance(error, RequestError) else FailureReason.INTERNAL
+            self._refusals.append(EncodeFailed(spec.encode_id, spec.key, error.message, reason))
+            return
+        self.scheduler.add_encode(spec)
+
+    def announce(self, ticket: ECTicket) -> None:
+        self.scheduler.announce(ticket)
+
+    def item_failed(self, request_id: str, message: str, reason: FailureReason) -> None:
+        """An item that the request needs cannot be had from anybody."""
+        if reason == FailureReason.BAD_MEDIA:
+            self.scheduler.fail_request(request_id, message, RequestError.type, RequestError.status, reason)
+        else:
+            self.scheduler.fail_request(request_id, message, "ec_unavailable", 503, reason)
+
+    def step(self) -> tuple[list[EngineEvent], bool]:
+        """One step: the events since the last, and whether anything moved. If nothing did, another step makes sense only after a call, a wake-up
+        from a transfer, or the next deadline."""
+        output = self.scheduler.schedule()
+        result = self._execute(output)
+        events = [*self._refusals, *self.scheduler.update(output, result)]
+        self._refusals = []
+        has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)
+        return events, bool(has_moved)
+
+    def seconds_to_deadline(self) -> float | None:
+        deadline = self.scheduler.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        try:
+            return self._runner.execute_model(output)
+        except Exception as error:  # the step's edge: whatever the device says ends this step's requests, not the engine
+            log.exception(
+                "a step failed; its %d requests and %d encodes end", len(output.num_scheduled_tokens), len(output.encodes)
+            )
+            message = f"the step failed: {error}"
+            return ModelRunnerOutput(
+                failed_requests=dict.fromkeys(output.num_scheduled_tokens, message),
+                failed_encodes={each.key: message for each in output.encodes},
+            )
+
+    def _check_room(self, num_waiting: int, what: str) -> None:
+        if num_waiting >= self._config.scheduler.max_num_waiting:
+            raise OverloadedError(f"{num_waiting} {what} wait already; try again later.")
+
+
+def _has_transferred(result: ModelRunnerOutput) -> bool:
+    """A load that ended makes room, or a request that can go on."""
+    outputs = [each for each in (result.ec_connector_output, result.kv_connector_output) if each is not None]
+    return any(output.finished_loads or output.failed_loads for output in outputs)

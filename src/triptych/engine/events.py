@@ -1,0 +1,91 @@
+"""What the engine tells the outside about requests and encodes; sent as they are on a worker's event streams.
+
+A generate request's stream is: any number of `ECNeeded` and `NewTokens`, then exactly one terminal event: `Finished`,
+`HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or `EncodeFailed`.
+"""
+
+import msgspec
+
+from triptych.errors import FailureReason
+from triptych.output import ECTicket, KVTicket, TokenLogprob
+
+
+class StageTimings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seconds that one worker spent on a request (or on one item), by what it did."""
+
+    preprocess_s: float = 0.0  # bytes -> pixels -> tower inputs
+    encode_queue_s: float = 0.0
+    encode_s: float = 0.0
+    ec_wait_s: float = 0.0  # prefill could not go on for want of an item (first wait to last arrival)
+    prefill_queue_s: float = 0.0  # arrival to first scheduled token, less ec_wait_s
+    prefill_s: float = 0.0  # first scheduled token to first sampled token, less ec_wait_s
+    kv_transfer_s: float = 0.0  # arrival with a KV ticket to blocks resident
+    decode_queue_s: float = 0.0  # blocks resident to first scheduled token
+    decode_s: float = 0.0  # first scheduled decode step to last token
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event"):
+    """Base: `id` is the request's id, or the encode's."""
+
+    id: str
+
+
+class ECNeeded(Event, frozen=True, tag="ec_needed"):
+    """The worker has not got an item that the request needs. Who holds the bytes must have it encoded, unless that is under way."""
+
+    key: str
+    reason: FailureReason
+
+
+class NewTokens(Event, frozen=True, tag="new_tokens"):
+    tokens: tuple[TokenLogprob, ...]
+    has_logprobs: bool = False
+
+
+class HandedOver(Event, frozen=True, tag="handed_over"):
+    """Terminal for a prefill worker: the tokens so far were sent, the KV of `ticket.num_tokens` tokens is published."""
+
+    ticket: KVTicket
+    timings: StageTimings
+
+
+class Finished(Event, frozen=True, tag="finished"):
+    """Terminal. `reason` is "stop" (a stop token, which is not among the tokens sent) or "length"."""
+
+    reason: str
+    timings: StageTimings
+
+
+class Failed(Event, frozen=True, tag="failed"):
+    """Terminal. `status` and `type` as in errors.py; `reason` is set where another worker may do better."""
+
+    message: str
+    type: str
+    status: int
+    reason: FailureReason | None = None
+
+
+class Encoded(Event, frozen=True, tag="encoded"):
+    """Terminal. `ticket` is None where nothing is ever taken from this worker (it serves alone)."""
+
+    key: str
+    ticket: ECTicket | None
+    was_cached: bool
+    timings: StageTimings
+
+
+class EncodeFailed(Event, frozen=True, tag="encode_failed"):
+    key: str
+    message: str
+    reason: FailureReason
+
+
+class PreparationNeeded(msgspec.Struct, frozen=True):
+    """Not sent: asks the worker to turn the encode's bytes into tower inputs, beside the engine thread."""
+
+    key: str
+
+
+GenerateEvent = ECNeeded | NewTokens | HandedOver | Finished | Failed
+EncodeEvent = Encoded | EncodeFailed
+EngineEvent = GenerateEvent | EncodeEvent | PreparationNeeded

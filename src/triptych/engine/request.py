@@ -1,0 +1,146 @@
+"""`Request`: one generate request inside the engine, and the clock that says where its time went.
+
+WAITING -> RUNNING -> FINISHED;  with a KV ticket WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from triptych.engine.encoder_cache_manager import Rank
+from triptych.engine.events import StageTimings
+from triptych.media.item import MediaItem
+from triptych.output import KVTicket, NewRequestData
+from triptych.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    LOADING_KV = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+LEGAL_STATUS_CHANGES = {
+    RequestStatus.WAITING: {RequestStatus.LOADING_KV, RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.LOADING_KV: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.RUNNING: {RequestStatus.WAITING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set[RequestStatus](),
+}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Marks on the engine's clock; `timings` turns them into durations."""
+
+    arrived_at: float
+    kv_resident_at: float | None = None
+    started_at: float | None = None  # first window scheduled
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    blocked_since: float | None = None  # cannot go on for want of an item
+    blocked_before_start_s: float = 0.0
+    blocked_after_start_s: float = 0.0
+
+    def block(self, now: float) -> None:
+        if self.blocked_since is None:
+            self.blocked_since = now
+
+    def start(self, now: float) -> None:
+        """A window was scheduled."""
+        if self.blocked_since is not None:
+            if self.started_at is None:
+                self.blocked_before_start_s += now - self.blocked_since
+            else:
+                self.blocked_after_start_s += now - self.blocked_since
+            self.blocked_since = None
+        if self.started_at is None:
+            self.started_at = now
+
+    def sample(self, now: float) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+
+    def timings(self) -> StageTimings:
+        started = self.started_at if self.started_at is not None else self.arrived_at
+        first = self.first_token_at if self.first_token_at is not None else started
+        last = self.last_token_at if self.last_token_at is not None else first
+        if self.kv_resident_at is not None:
+            return StageTimings(
+                kv_transfer_s=self.kv_resident_at - self.arrived_at,
+                decode_queue_s=started - self.kv_resident_at,
+                decode_s=last - started,
+            )
+        return StageTimings(
+            ec_wait_s=self.blocked_before_start_s + self.blocked_after_start_s,
+            prefill_queue_s=started - self.arrived_at - self.blocked_before_start_s,
+            prefill_s=first - started - self.blocked_after_start_s,
+            decode_s=last - first,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a caller asks for. `token_ids` may hold generated tokens beyond `num_prompt_tokens`: the request moved here."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    items: tuple[MediaItem, ...] = ()
+    hands_over: bool = False  # publish the KV after the first token; decode goes on elsewhere
+    kv_ticket: KVTicket | None = None
+    priority: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Request:
+    """Owned by the scheduler. `token_ids` grows by one with each sampled token; `num_computed_tokens` counts those whose KV is there."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    items: tuple[MediaItem, ...]
+    rank: Rank
+    timeline: Timeline
+    hands_over: bool
+    kv_ticket: KVTicket | None
+    kv_deadline: float
+    num_computed_tokens: int = 0
+    is_known_to_runner: bool = False
+    status: RequestStatus = RequestStatus.WAITING
+
+    def change_status(self, status: RequestStatus) -> None:
+        assert status in LEGAL_STATUS_CHANGES[self.status], f"{self.request_id}: {self.status} -> {status}"
+        self.status = status
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def rank_of(self, item: MediaItem) -> Rank:
+        return (*self.rank, item.start)
+
+    def pending_items(self) -> list[MediaItem]:
+        """Items of which a token is still to be computed, in the order of the prompt."""
+        return [item for item in self.items if item.end > self.num_computed_tokens]
+
+    def first_row_at_or_after(self, item: MediaItem) -> int:
+        """The first placeholder of `item` that is not computed yet."""
+        return next(max(start, self.num_computed_tokens) for start, n in item.runs if start + n > self.num_computed_tokens)
+
+    def to_new_request(self, block_ids: tuple[int, ...]) -> NewRequestData:
+        return NewRequestData(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            items=self.items,
+            sampling=self.sampling,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=block_ids,
+        )

@@ -1,0 +1,471 @@
+"""`Scheduler`: which tokens of which requests a step computes.
+
+A request runs when its next token may be computed: its blocks are there, and no placeholder of the window belongs to an item that is
+neither resident, nor encoded in this step, nor loaded in this step. So the runner never meets a missing embedding.
+
+Requests that decode come first, then prompts in the order of (priority, arrival); a request that waits for an item lets others pass, one that
+waits for blocks does not. When a running request gets no block, the last in line gives up its own and starts again later.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from itertools import count
+
+from triptych.config import EngineConfig, Stage
+from triptych.engine.ec_connector import ActiveECConnectorScheduler, ECConnectorScheduler
+from triptych.engine.encode_queue import EncodeSpec
+from triptych.engine.encode_scheduler import EncodeScheduler
+from triptych.engine.encoder_cache_manager import EncoderCacheManager
+from triptych.engine.events import ECNeeded, EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.kv_cache_manager import KVCacheManager
+from triptych.engine.kv_connector import get_kv_connector_scheduler
+from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
+from triptych.engine.step_plan import StepPlan
+from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
+from triptych.output import (
+    CachedRequestData,
+    ECConnectorOutput,
+    ECTicket,
+    KVConnectorOutput,
+    KVTicket,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    TokenLogprob,
+)
+
+NO_EC_OUTPUT = ECConnectorOutput()
+NO_KV_OUTPUT = KVConnectorOutput()
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], has_atomic_items: bool = False) -> None:
+        self._config = config
+        self._clock = clock
+        self._has_atomic_items = has_atomic_items
+        self._requests: dict[str, Request] = {}
+        self._waiting: list[Request] = []  # by rank
+        self._running: list[Request] = []
+        self._kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
+        self._cache = EncoderCacheManager(config.num_encoder_pages, config.cache.rows_per_page)
+        self._ec = _get_ec_connector_scheduler(config, self._cache, clock)
+        self._kv_connector = get_kv_connector_scheduler(
+            config.is_kv_producer or config.is_kv_consumer, config.connector.lease_s, clock
+        )
+        self._encodes = EncodeScheduler(self._cache, self._ec, config.scheduler.max_encoder_rows)
+        self._events: list[EngineEvent] = []
+        self._forgotten: list[str] = []  # the runner drops them in the next step
+        self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
+        self._arrivals = count()
+
+    # --- calls from outside -----------------------------------------------------------------------------------------
+
+    def add_request(self, spec: RequestSpec) -> None:
+        """The caller has checked it (admission.py), and that its id is not in use."""
+        now = self._clock()
+        request = Request(
+            request_id=spec.request_id,
+            token_ids=list(spec.token_ids),
+            num_prompt_tokens=spec.num_prompt_tokens,
+            sampling=spec.sampling,
+            items=spec.items,
+            rank=(spec.priority, next(self._arrivals)),
+            timeline=Timeline(arrived_at=now),
+            hands_over=spec.hands_over,
+            kv_ticket=spec.kv_ticket,
+            kv_deadline=now + self._config.connector.kv_timeout_s,
+        )
+        self._requests[spec.request_id] = request
+        insort(self._waiting, request, key=lambda each: each.rank)
+        if request.kv_ticket is None:
+            for item in request.pending_items():
+                self._secure(request, item, FailureReason.MISSING, now)
+
+    def add_encode(self, spec: EncodeSpec) -> None:
+        self._events += self._encodes.add(spec, self._clock())
+
+    def prepared(self, key: str, inputs: object, preprocess_s: float) -> None:
+        self._encodes.prepared(key, inputs, preprocess_s)
+
+    def preparation_failed(self, key: str, message: str, reason: FailureReason) -> None:
+        self._events += self._encodes.preparation_failed(key, message, reason)
+
+    def announce(self, ticket: ECTicket) -> None:
+        self._ec.announce(ticket, self._clock())
+
+    def fail_request(self, request_id: str, message: str, type: str, status: int, reason: FailureReason | None = None) -> None:
+        """End a request with an error; nothing happens if it has ended."""
+        if request_id in self._requests:
+            self._drop(self._requests[request_id])
+            self._events.append(Failed(request_id, message, type, status, reason))
+
+    def abort(self, id: str) -> None:
+        """A request or an encode whose caller has left. Idempotent; gives no event."""
+        if id in self._requests:
+            self._drop(self._requests[id])
+        self._encodes.abort(id)
+
+    def release(self, id: str) -> None:
+        """The ticket of a request or an encode is not needed any more. Idempotent."""
+        self._ec.release(id)
+        self._reclaim(self._kv_connector.release(id))
+
+    def is_known(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        now = self._clock()
+        self._expire(now)
+        loads = self._ec.plan_loads()
+        encodes = self._encodes.schedule(now)
+        self._start_kv_loads()
+        in_step = {each.key: each.pages for each in encodes.inputs}
+        in_step.update((key, load.pages) for key, load in loads.items() if self._ec.may_read_in_this_step(load))
+        plan = StepPlan(self._config.scheduler.max_num_batched_tokens, encodes, loads, in_step)
+        self._schedule_running(plan, now)
+        self._schedule_waiting(plan, now)
+        return self._to_output(plan)
+
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineEvent]:
+        """Take in what the step gave; the events since the last call."""
+        now = self._clock()
+        self._update_items(output, result, now)
+        kv_output = result.kv_connector_output or NO_KV_OUTPUT
+        self._update_kv_loads(kv_output, now)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if request_id in result.failed_requests:
+                self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
+            elif request_id not in result.stalled_requests and request_id in self._requests:
+                request = self._requests[request_id]
+                self._advance(request, num_tokens)
+                if request_id in result.sampled:
+                    self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)
+        return self.take_events()
+
+    def take_events(self) -> list[EngineEvent]:
+        events, self._events = self._events, []
+        return events
+
+    # --- state for the loop, the metrics and the tests ----------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_queued_encodes(self) -> int:
+        return self._encodes.num_queued
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self._kv
+
+    @property
+    def cache(self) -> EncoderCacheManager:
+        return self._cache
+
+    @property
+    def num_leases(self) -> int:
+        return self._ec.num_leases + self._kv_connector.num_leases
+
+    @property
+    def num_item_waits(self) -> int:
+        return self._ec.num_waits
+
+    def next_deadline(self) -> float | None:
+        deadlines = [self._ec.next_deadline(), self._kv_connector.next_deadline()]
+        deadlines += [request.kv_deadline for request in self._requests.values() if self._awaits_kv(request)]
+        return min((each for each in deadlines if each is not None), default=None)
+
+    def check_invariants(self) -> None:
+        self._kv.check_invariants()
+        self._cache.check_invariants()
+        self._ec.check_invariants()
+        self._encodes.check_invariants()
+        assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
+        for request in self._requests.values():
+            if request.status == RequestStatus.WAITING:
+                assert request.num_computed_tokens == 0, "a waiting request has computed tokens"
+
+    @property
+    def _num_loading(self) -> int:
+        return sum(1 for request in self._requests.values() if request.status == RequestStatus.LOADING_KV)
+
+    # --- choosing windows -------------------------------------------------------------------------------------------
+
+    def _schedule_running(self, plan: StepPlan, now: float) -> None:
+        in_order = sorted(self._running, key=lambda each: (len(each.token_ids) - each.num_computed_tokens > 1, each.rank))
+        for request in in_order:
+            if plan.budget <= 0:
+                return
+            if request.status != RequestStatus.RUNNING:
+                continue  # preempted a moment ago
+            num_tokens = self._window(request, plan, now)
+            if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
+                self._add_window(request, num_tokens, plan, now)
+
+    def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
+        for request in list(self._waiting):
+            if plan.budget <= 0 or len(self._running) >= self._config.scheduler.max_num_seqs:
+                return
+            if request.kv_ticket is not None:
+                continue
+            num_tokens = self._window(request, plan, now)
+            if num_tokens == 0:
+                continue
+            new = self._kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
+            if new is None:
+                return
+            plan.new_block_ids[request.request_id] = new
+            self._waiting.remove(request)
+            self._running.append(request)
+            request.change_status(RequestStatus.RUNNING)
+            self._add_window(request, num_tokens, plan, now)
+
+    def _window(self, request: Request, plan: StepPlan, now: float) -> int:
+        """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""
+        start = request.num_computed_tokens
+        num_tokens = min(len(request.token_ids) - start, plan.budget)
+        for item in request.pending_items():
+            if item.start >= start + num_tokens:
+                break
+            if self._has(item.key, plan):
+                continue
+            num_tokens = request.first_row_at_or_after(item) - start
+            self._secure(request, item, FailureReason.EVICTED, now)
+            break
+        if num_tokens == 0:
+            request.timeline.block(now)
+        return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
+
+    def _widen_to_whole_items(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
+        """No window may end inside an item: end before it, or, if it is the next thing, take it whole (also over the budget)."""
+        start = request.num_computed_tokens
+        for item in request.pending_items():
+            if item.start < start + num_tokens < item.end:
+                if item.start > start:
+                    return item.start - start
+                is_first = plan.budget == self._config.scheduler.max_num_batched_tokens
+                fits = item.end - start <= plan.budget
+                return item.end - start if is_first or fits else 0
+        return num_tokens
+
+    def _has(self, key: str, plan: StepPlan) -> bool:
+        return key in plan.in_step_pages or self._cache.is_resident(key)
+
+    def _add_window(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> None:
+        start = request.num_computed_tokens
+        request.timeline.start(now)
+        plan.windows[request.request_id] = num_tokens
+        plan.budget -= num_tokens
+        for item in request.pending_items():
+            if item.start < start + num_tokens:
+                plan.item_pages[item.key] = self._cache.pages(item.key)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        while True:
+            new = self._kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
+            if new is not None:
+                plan.new_block_ids[request.request_id] = new
+                return True
+            victim = max(self._running, key=lambda each: each.rank)
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        plan.budget += plan.windows.pop(request.request_id, 0)
+        if Stage.PREFILL not in self._config.role:
+            # without an encoder cache its pictures cannot be computed again here; whoever sent it has it prefilled once more
+            message = "the decode worker ran out of KV blocks."
+            self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.EVICTED)
+            return
+        self._running.remove(request)
+        self._kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.kv_ticket = None
+        self._make_unknown_to_runner(request)
+        request.change_status(RequestStatus.WAITING)
+        insort(self._waiting, request, key=lambda each: each.rank)
+        for item in request.items:
+            self._secure(request, item, FailureReason.EVICTED, self._clock())
+
+    # --- items ------------------------------------------------------------------------------------------------------
+
+    def _secure(self, request: Request, item: MediaItem, reason: FailureReason, now: float) -> None:
+        """Pin an item that is here; else wait for it, and say so once."""
+        if self._cache.is_resident(item.key):
+            self._cache.pin(item.key, request.request_id, request.rank_of(item))
+        elif self._ec.want(item.key, request.request_id, request.rank_of(item), now) and not self._encodes.is_encoding(item.key):
+            self._events.append(ECNeeded(request.request_id, item.key, reason))
+
+    def _update_items(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
+        ec_output = result.ec_connector_output or NO_EC_OUTPUT
+        for key, reason in self._ec.finish_loads(ec_output).items():
+            self._load_failed(key, reason)
+        events, resident = self._encodes.update(output.encodes, result, now)
+        self._events += events
+        for key in [*ec_output.finished_loads, *resident]:
+            for request_id, rank in self._ec.became_resident(key).items():
+                self._cache.pin(key, request_id, rank)
+
+    def _load_failed(self, key: str, reason: FailureReason) -> None:
+        for request_id in self._ec.fail(key):
+            if reason.is_retryable:
+                self._events.append(ECNeeded(request_id, key, reason))
+            else:
+                message = f"media item {key[:12]} does not fit this model ({reason})."
+                self.fail_request(request_id, message, "ec_unavailable", 503, reason)
+
+    # --- KV from others ---------------------------------------------------------------------------------------------
+
+    def _awaits_kv(self, request: Request) -> bool:
+        return request.kv_ticket is not None and request.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+
+    def _start_kv_loads(self) -> None:
+        """Reserve before pulling: a load starts once all of the request's blocks are there."""
+        for request in [each for each in self._waiting if each.kv_ticket is not None]:
+            assert request.kv_ticket is not None
+            if len(self._running) + self._num_loading >= self._config.scheduler.max_num_seqs:
+                return
+            if self._kv.allocate(request.request_id, len(request.token_ids)) is None:
+                return
+            num_blocks = -(-request.kv_ticket.num_tokens // self._kv.block_size)
+            block_ids = self._kv.block_ids(request.request_id)[:num_blocks]
+            self._kv_connector.start_load(request.request_id, request.kv_ticket, block_ids)
+            self._waiting.remove(request)
+            request.change_status(RequestStatus.LOADING_KV)
+
+    def _update_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
+        for request_id in [*kv_output.finished_loads, *kv_output.failed_loads]:
+            self._kv.reclaim(self._kv_connector.end_load(request_id))
+        for request_id in kv_output.finished_loads:
+            request = self._requests.get(request_id)
+            if request is None or request.kv_ticket is None:
+                continue
+            request.num_computed_tokens = request.kv_ticket.num_tokens
+            request.timeline.kv_resident_at = now
+            request.change_status(RequestStatus.RUNNING)
+            self._running.append(request)
+        for request_id, reason in kv_output.failed_loads.items():
+            self.fail_request(request_id, f"the KV blocks could not be read ({reason}).", "kv_unavailable", 503, reason)
+
+    def _reclaim(self, block_ids: tuple[int, ...]) -> None:
+        self._kv.reclaim(block_ids)
+        self._freed_block_ids.extend(block_ids)
+
+    # --- progress and endings ---------------------------------------------------------------------------------------
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        before = request.pending_items()
+        request.num_computed_tokens += num_tokens
+        still_needed = {item.key for item in request.pending_items()}
+        for item in before:
+            if item.key not in still_needed:
+                self._cache.unpin(item.key, request.request_id)
+
+    def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
+        request.token_ids.append(token.token_id)
+        request.timeline.sample(now)
+        sampling = request.sampling
+        if token.token_id in sampling.stop_token_ids and request.num_generated_tokens > sampling.min_tokens:
+            self._finish(request, "stop")
+            return
+        self._events.append(NewTokens(request.request_id, (token,), sampling.logprobs is not None))
+        at_limit = len(request.token_ids) >= self._config.model.max_model_len
+        if at_limit or request.num_generated_tokens >= sampling.max_tokens:
+            self._finish(request, "length")
+        elif request.hands_over:
+            self._hand_over(request, ticket)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._drop(request)
+        self._events.append(Finished(request.request_id, reason, request.timeline.timings()))
+
+    def _hand_over(self, request: Request, ticket: KVTicket | None) -> None:
+        if ticket is None:
+            message = "the KV blocks were computed but not published."
+            self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.INTERNAL)
+            return
+        block_ids = self._kv.give_up(request.request_id)
+        self._reclaim(self._kv_connector.keep(request.request_id, block_ids))
+        self._drop(request)
+        self._events.append(HandedOver(request.request_id, ticket, request.timeline.timings()))
+
+    def _drop(self, request: Request) -> None:
+        """Free everything that the request holds, whatever its state."""
+        if request.status == RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request.status == RequestStatus.WAITING:
+            self._waiting.remove(request)
+        elif self._kv_connector.abandon_load(request.request_id, self._kv.block_ids(request.request_id)):
+            self._kv.give_up(request.request_id)
+        self._kv.free(request.request_id)
+        self._ec.leave(request.request_id)
+        for item in request.items:
+            self._cache.unpin(item.key, request.request_id)
+        self._make_unknown_to_runner(request)
+        request.change_status(RequestStatus.FINISHED)
+        del self._requests[request.request_id]
+
+    def _make_unknown_to_runner(self, request: Request) -> None:
+        if request.is_known_to_runner:
+            self._forgotten.append(request.request_id)
+            request.is_known_to_runner = False
+
+    def _expire(self, now: float) -> None:
+        timeout_s = self._config.connector.ec_timeout_s
+        for request_id, key in self._ec.expired_waits(now):
+            message = f"media item {key[:12]} did not arrive within {timeout_s:g} s."
+            self.fail_request(request_id, message, "ec_unavailable", 503, FailureReason.TIMEOUT)
+        for request in [each for each in self._requests.values() if self._awaits_kv(each) and each.kv_deadline <= now]:
+            message = f"the KV blocks did not arrive within {self._config.connector.kv_timeout_s:g} s."
+            self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.TIMEOUT)
+        self._ec.expire_leases()
+        self._reclaim(self._kv_connector.expire())
+
+    # --- the runner's orders ----------------------------------------------------------------------------------------
+
+    def _to_output(self, plan: StepPlan) -> SchedulerOutput:
+        new: list[NewRequestData] = []
+        cached: list[CachedRequestData] = []
+        for request_id in plan.windows:
+            request = self._requests[request_id]
+            computed = request.num_computed_tokens
+            if request.is_known_to_runner:
+                cached.append(CachedRequestData(request_id, computed, plan.new_block_ids.get(request_id, ())))
+            else:
+                new.append(request.to_new_request(self._kv.block_ids(request_id)))
+                request.is_known_to_runner = True
+            if request.hands_over and computed + plan.windows[request_id] == len(request.token_ids):
+                self._kv_connector.save(request_id, len(request.token_ids), self._kv.block_ids(request_id))
+        forgotten, self._forgotten = tuple(self._forgotten), []
+        freed_block_ids, self._freed_block_ids = tuple(self._freed_block_ids), []
+        return SchedulerOutput(
+            new_requests=tuple(new),
+            cached_requests=tuple(cached),
+            num_scheduled_tokens=plan.windows,
+            encodes=plan.encodes.inputs,
+            item_pages=plan.item_pages,
+            freed_pages=self._cache.take_freed_pages(),
+            freed_block_ids=freed_block_ids,
+            finished_request_ids=forgotten,
+            ec_connector_metadata=self._ec.metadata(plan.loads_with_need(), plan.encodes.saves),
+            kv_connector_metadata=self._kv_connector.plan(),
+        )
+
+
+def _get_ec_connector_scheduler(
+    config: EngineConfig, cache: EncoderCacheManager, clock: Callable[[], float]
+) -> ECConnectorScheduler:
+    connector = config.connector
+    if config.is_ec_producer or config.is_ec_consumer:
+        return ActiveECConnectorScheduler(cache, connector.ec_timeout_s, connector.lease_s, config.is_ec_producer, clock)
+    return ECConnectorScheduler(cache, connector.ec_timeout_s)

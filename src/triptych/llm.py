@@ -1,0 +1,238 @@
+"""`LLM`: the engine as a Python object. One worker in this process does everything, behind the router's own rendering and pipeline."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Self, TypeGuard, TypeVar, cast, overload
+
+from PIL import Image
+
+from triptych.config import ClusterLayout, EngineConfig, Role
+from triptych.errors import ConfigError, RequestError
+from triptych.launch.options import resolve_device
+from triptych.launch.settings import SETTINGS, sections_from
+from triptych.models.inspect import resolve_model
+from triptych.models.layout.registry import get_layout_adapter
+from triptych.output import TokenLogprob
+from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
+from triptych.router.local_worker_client import LocalWorkerClient
+from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+from triptych.router.serving import Serving, ServingLimits, open_serving
+from triptych.worker.worker import Worker
+
+T = TypeVar("T")
+Conversation = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """`logprobs` has one entry per token if they were asked for. `timing` is in milliseconds by stage (see router/timing.py)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: ChatUsage
+    timing: dict[str, float]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class LLM:
+    """A model that is ready when the constructor returns.
+
+    `model` is "demo", a folder, or a name on the Hugging Face hub; `settings` are those of `triptych serve`, with underscores
+    (`kv_cache_mib=256`, `max_num_seqs=8`). Raises `ConfigError` for what cannot work. Use it as a context manager, or `close` it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        request_timeout_s: float = 600.0,
+        **settings: Any,
+    ) -> None:
+        sections = _sections(settings)
+        resolved = resolve_model(
+            model, dtype=dtype, max_model_len=max_model_len, device=resolve_device(sections["device"].device)
+        )
+        role = Role.parse("EPD" if get_layout_adapter(resolved.path).placeholders else "PD")
+        config = EngineConfig(model=resolved, role=role, **sections)
+        self._loop = _LoopThread()
+        self._resources = AsyncExitStack()
+        try:
+            worker = Worker(config)
+            self._serving = self._loop.run(self._open(config, worker, request_timeout_s))
+        except BaseException:
+            self.close()
+            raise
+        # Twice what runs at once: the next requests are rendered and encoded meanwhile.
+        self._places = asyncio.Semaphore(2 * config.scheduler.max_num_seqs)
+
+    async def _open(self, config: EngineConfig, worker: Worker, request_timeout_s: float) -> Serving:
+        client = LocalWorkerClient(worker)
+        self._resources.push_async_callback(client.close)
+        layout = ClusterLayout(((config.role, 1),))
+        limits = ServingLimits(max_in_flight=2 * config.scheduler.max_num_seqs, request_timeout_s=request_timeout_s)
+        serving = await self._resources.enter_async_context(open_serving(config.model, layout, config.media, limits))
+        serving.pool.join(client)
+        return serving
+
+    @overload  # a string is a sequence of strings, too; the first overload is meant
+    def chat(self, messages: Conversation, **sampling: Any) -> ChatOutput: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def chat(self, messages: Sequence[Conversation], **sampling: Any) -> list[ChatOutput]: ...
+    def chat(self, messages: Conversation | Sequence[Conversation], **sampling: Any) -> ChatOutput | list[ChatOutput]:
+        """Answer one conversation (a list of messages, or a string for one user message), or each of a list of them, batched.
+
+        Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
+        fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs.
+        Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
+        """
+        if _is_conversation(messages):
+            return self._loop.run(self._answer(_to_request(messages, sampling)))
+        return self._loop.run(
+            self._answer_all([_to_request(conversation, sampling) for conversation in cast(Sequence[Conversation], messages)])
+        )
+
+    async def _answer_all(self, requests: Sequence[ChatRequest]) -> list[ChatOutput]:
+        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, request: ChatRequest) -> ChatOutput:
+        texts: list[str] = []
+        tokens: list[TokenLogprob] = []
+        async with self._places:
+            async for part in self._serving.chat.answer(request):
+                if isinstance(part, ChatEnd):
+                    return ChatOutput(
+                        text="".join(texts),
+                        token_ids=tuple(token.token_id for token in tokens),
+                        finish_reason=part.finish_reason,
+                        usage=part.usage,
+                        timing=part.timing.to_dict(),
+                        logprobs=tuple(tokens) if request.logprobs is not None else (),
+                    )
+                texts.append(part.text)
+                tokens += part.tokens
+        raise AssertionError("an answer ends with a ChatEnd or an error")
+
+    def close(self) -> None:
+        """Stop the worker and give its memory back. A second call does nothing."""
+        if self._loop.is_open:
+            self._loop.run(self._resources.aclose())
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, so that plain code can wait for coroutines, also from within another loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="triptych-llm", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Ctrl-C while waiting cancels the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
+    known = [setting.name for setting in SETTINGS]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"LLM has no setting '{name}'; {f'did you mean {near[0]!r}?' if near else 'see triptych serve --help.'}"
+            )
+    return sections_from(settings)
+
+
+def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGuard[Conversation]:
+    return isinstance(messages, str) or all(isinstance(each, Mapping) for each in messages)
+
+
+def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequest:
+    known = [each.name for each in fields(ChatRequest) if each.name != "messages"]
+    for name in sampling:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise RequestError(
+                f"there is no '{name}'; {f'did you mean {near[0]!r}?' if near else 'known are ' + ', '.join(known) + '.'}"
+            )
+    values = dict(sampling)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        values[name] = tuple(values.get(name) or ())
+    if isinstance(messages, str):
+        return ChatRequest((ChatMessage("user", messages),), **values)
+    return ChatRequest(tuple(_to_message(message) for message in messages), **values)
+
+
+def _to_message(message: Mapping[str, Any]) -> ChatMessage:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("system", "user", "assistant"):
+        raise RequestError(f"a message's role is {role!r}; it must be 'system', 'user' or 'assistant'.")
+    if isinstance(content, str):
+        return ChatMessage(role, content)
+    if not isinstance(content, Sequence):
+        raise RequestError(f"a message's content is a {type(content).__name__}; it must be a string or a list of parts.")
+    return ChatMessage(role, tuple(_to_part(part) for part in content))
+
+
+def _to_part(part: Any) -> Part:
+    match part:
+        case str():
+            return TextPart(part)
+        case {"type": "text", "text": str(text)}:
+            return TextPart(text)
+        case {"type": "image_url", "image_url": {"url": str(url)}} | {"type": "image", "image": str(url)}:
+            return MediaPart("image", url)
+        case {"type": "image", "image": bytes(data)}:
+            return MediaPart("image", data)
+        case {"type": "image", "image": Image.Image() as image}:
+            return MediaPart("image", _to_png(image))
+        case _:
+            raise RequestError(
+                "a part of a message is none of {'type': 'text', 'text': ...}, {'type': 'image', 'image': a PIL image, bytes or URL} "
+                "and {'type': 'image_url', 'image_url': {'url': ...}}."
+            )
+
+
+def _to_png(image: Image.Image) -> bytes:
+    """Lossless. Modes that PNG has not got (CMYK, HSV ...) become RGB, as they would in the processor."""
+    buffer = BytesIO()
+    keeps = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+    (image if keeps else image.convert("RGB")).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()

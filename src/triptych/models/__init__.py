@@ -1,0 +1,1 @@
+"""What differs between model families: tensors here, torch-free layout arithmetic in `layout/`."""

@@ -1,0 +1,1 @@
+"""From a media header to placeholder text, rows and grid: arithmetic per family, torch-free."""

@@ -1,0 +1,192 @@
+"""The contract between scheduler and runner: they meet in these dataclasses and nowhere else.
+
+One engine step is `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.execute_model() -> ModelRunnerOutput ->
+Scheduler.update()`. The scheduler decides (which tokens, which blocks, which pages, which loads), the runner obeys. Within one step the
+runner applies a `SchedulerOutput` in this order: freed pages and blocks, finished requests, new requests, cached requests, connector
+loads, encodes, forward, connector saves.
+
+Torch-free: prepared tower inputs travel as `object`.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
+from triptych.sampling_params import SamplingParams
+from triptych.transfer.ticket import Ticket
+
+# --- what travels between processes -------------------------------------------------------------------------------
+
+
+class ECTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A published encoder-cache item. The consumer checks every field against its own model before it reads."""
+
+    key: str
+    num_rows: int
+    row_width: int
+    dtype: str
+    data: Ticket
+
+
+class KVTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The published KV blocks of a request's first `num_tokens` tokens."""
+
+    request_id: str
+    num_tokens: int
+    block_size: int
+    block_nbytes: int
+    dtype: str
+    data: Ticket
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithms of the model's own distribution (before temperature and filters)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
+
+
+# --- scheduler -> runner -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """A request the runner has not seen, or one that was preempted and starts again."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # prompt, plus what was generated before a preemption or a move
+    items: tuple[MediaItem, ...]
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    num_computed_tokens: int  # > 0 when KV blocks were loaded
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestData:
+    """What changed for a request that the runner knows."""
+
+    request_id: str
+    num_computed_tokens: int
+    new_block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeInput:
+    """One item which the tower computes in this step, into `pages` of the encoder cache."""
+
+    key: str
+    modality: str
+    num_rows: int
+    grid: tuple[int, ...]
+    pages: tuple[int, ...]
+    inputs: object  # what ModelAdapter.preprocess returned
+
+
+@dataclass(frozen=True, slots=True)
+class ECLoad:
+    """Read `ticket` into `pages`. If `is_needed`, a window of this step reads the rows: the step waits for it."""
+
+    ticket: ECTicket
+    pages: tuple[int, ...]
+    is_needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ECConnectorMetadata:
+    loads: tuple[ECLoad, ...] = ()
+    saves: tuple[str, ...] = ()  # keys that this step adds and that are published after it
+    republish: tuple[str, ...] = ()  # keys resident already, for which a new ticket is wanted
+    lease_s: float = 0.0
+    timeout_s: float = 0.0  # bound on the wait for needed loads
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """Read `ticket` into `block_ids`, while other requests run."""
+
+    request_id: str
+    ticket: KVTicket
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVSave:
+    """Publish `block_ids`, which hold the KV of the first `num_tokens` tokens once this step has run."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorMetadata:
+    loads: tuple[KVLoad, ...] = ()
+    saves: tuple[KVSave, ...] = ()
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    new_requests: tuple[NewRequestData, ...] = ()
+    cached_requests: tuple[CachedRequestData, ...] = ()
+    num_scheduled_tokens: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # request id -> tokens of this step, in batch order
+    encodes: tuple[EncodeInput, ...] = ()
+    # where each item lies which a window of this step reads: key -> pages
+    item_pages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    freed_pages: tuple[int, ...] = ()  # encoder-cache pages whose content is given up: recycle before anything is written
+    freed_block_ids: tuple[int, ...] = ()  # published KV blocks given up: recycle likewise
+    finished_request_ids: tuple[str, ...] = ()  # the runner forgets them
+    ec_connector_metadata: ECConnectorMetadata = ECConnectorMetadata()
+    kv_connector_metadata: KVConnectorMetadata = KVConnectorMetadata()
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+EMPTY_EC_METADATA = ECConnectorMetadata()
+EMPTY_KV_METADATA = KVConnectorMetadata()
+
+
+# --- runner -> scheduler -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ECConnectorOutput:
+    """Filled by the connector during its step."""
+
+    published: dict[str, ECTicket] = field(default_factory=dict[str, ECTicket])
+    finished_loads: set[str] = field(default_factory=set[str])  # keys resident now
+    failed_loads: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])
+    failed_saves: dict[str, FailureReason] = field(
+        default_factory=dict[str, FailureReason]
+    )  # resident, but could not be published
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    published: dict[str, KVTicket] = field(default_factory=dict[str, KVTicket])  # by request id
+    finished_loads: set[str] = field(default_factory=set[str])  # request ids
+    failed_loads: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])
+    failed_saves: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])  # by request id
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step gave. A scheduled request is in exactly one of: `sampled` (its window ended at its last known token),
+    `failed_requests`, `stalled_requests`, or none (a prompt chunk that was computed)."""
+
+    sampled: dict[str, TokenLogprob] = field(default_factory=dict[str, TokenLogprob])
+    failed_requests: dict[str, str] = field(default_factory=dict[str, str])  # request id -> sentence
+    stalled_requests: set[str] = field(default_factory=set[str])  # not computed: an item they need failed to load
+    failed_encodes: dict[str, str] = field(default_factory=dict[str, str])  # key -> sentence
+    ec_connector_output: ECConnectorOutput | None = None
+    kv_connector_output: KVConnectorOutput | None = None
+    encode_s: float = 0.0  # time in the tower
+    forward_s: float = 0.0  # time in the language model and the sampler

@@ -1,0 +1,163 @@
+"""`HttpWorkerClient`: a worker in another process, over the protocol of `worker/protocol.py`."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from triptych.engine.events import ECNeeded, EncodeEvent, GenerateEvent, NewTokens
+from triptych.errors import InternalError, WorkerLostError
+from triptych.router.worker_client import WorkerClient, error_from_wire
+from triptych.worker.protocol import (
+    ABORT_PATH,
+    EC_PATH,
+    ENCODE_HEADER,
+    ENCODE_PATH,
+    GENERATE_PATH,
+    INFO_PATH,
+    RELEASE_PATH,
+    WATCH_PATH,
+    AbortRequest,
+    ECDelivery,
+    EncodeRequest,
+    GenerateRequest,
+    ReleaseRequest,
+    WorkerInfo,
+)
+
+CONNECT_TIMEOUT_S = 5.0
+END_TIMEOUT_S = 0.2
+SILENCE_S = 10.0  # the watch stream says something every second
+
+T = TypeVar("T")
+
+
+def make_session() -> aiohttp.ClientSession:
+    """One for all workers of a router. Waits are bounded by whoever waits; here only connecting is."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, trust_env=False)
+
+
+class HttpWorkerClient(WorkerClient):
+    """`session` is shared and not closed here. Use `connect` to make one."""
+
+    def __init__(self, url: str, info: WorkerInfo, session: aiohttp.ClientSession, *, silence_s: float = SILENCE_S) -> None:
+        self.url = url.rstrip("/")
+        self.info = info
+        self._session = session
+        self._silence_s = silence_s
+
+    @classmethod
+    async def connect(cls, url: str, session: aiohttp.ClientSession, *, silence_s: float = SILENCE_S) -> "HttpWorkerClient":
+        """Ask a worker who it is. Raises `WorkerLostError` when nothing answers there within `silence_s`."""
+        url = url.rstrip("/")
+        try:
+            async with asyncio.timeout(silence_s), _answer(session, "GET", url + INFO_PATH, url) as response:
+                return cls(url, _decode(await response.read(), WorkerInfo), session, silence_s=silence_s)
+        except TimeoutError:
+            raise WorkerLostError(f"worker at {url} did not say who it is within {silence_s:g} s.") from None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
+        body = msgspec.json.encode(request)
+        async with self._call("POST", GENERATE_PATH, data=body) as response:
+            async for payload in _sse_payloads(response.content):
+                event: GenerateEvent = _decode(payload, GenerateEvent)
+                if not isinstance(event, NewTokens | ECNeeded):
+                    await _read_to_end(response)
+                    yield event
+                    return
+                yield event
+        raise WorkerLostError(f"worker {self.info.worker_id} ended the stream of {request.request_id} without a last event.")
+
+    async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
+        headers = {ENCODE_HEADER: msgspec.json.encode(request).decode(), "content-type": "application/octet-stream"}
+        async with self._call("POST", ENCODE_PATH, data=media, headers=headers) as response:
+            return _decode(await response.read(), EncodeEvent)
+
+    async def deliver(self, delivery: ECDelivery) -> None:
+        await self._tell(EC_PATH, delivery)
+
+    async def abort(self, id: str) -> None:
+        await self._tell(ABORT_PATH, AbortRequest(id))
+
+    async def release(self, request_id: str) -> None:
+        await self._tell(RELEASE_PATH, ReleaseRequest(request_id))
+
+    async def watch(self) -> None:
+        try:
+            async with self._call("GET", WATCH_PATH) as response:
+                while True:
+                    async with asyncio.timeout(self._silence_s):
+                        if not await response.content.readany():
+                            return
+        except (TimeoutError, WorkerLostError):
+            return
+
+    async def close(self) -> None:
+        pass
+
+    async def _tell(self, path: str, message: msgspec.Struct) -> None:
+        async with self._call("POST", path, data=msgspec.json.encode(message)) as response:
+            await response.read()
+
+    def _call(self, method: str, path: str, **arguments: Any):
+        return _answer(
+            self._session, method, self.url + path, f"{self.info.worker_id} at {self.url}", role=self.info.role, **arguments
+        )
+
+
+@asynccontextmanager
+async def _answer(
+    session: aiohttp.ClientSession, method: str, url: str, who: str, *, role: str = "", **arguments: Any
+) -> AsyncGenerator[aiohttp.ClientResponse]:
+    """A 2xx answer, or the error that the status and body stand for. aiohttp's exceptions end here."""
+    headers = {"content-type": "application/json"} | arguments.pop("headers", {})
+    try:
+        async with session.request(method, url, headers=headers, **arguments) as response:
+            if response.status >= 300:
+                raise _refusal(response.status, await response.read(), response.headers.get("retry-after", ""), role)
+            yield response
+    except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+            raise  # a deadline of whoever waits
+        raise WorkerLostError(f"worker {who} is lost: {error or type(error).__name__}.") from error
+
+
+def _refusal(status: int, body: bytes, retry_after: str, role: str) -> Exception:
+    try:
+        error = msgspec.json.decode(body)["error"]
+        message, kind, code = str(error["message"]), str(error.get("type") or ""), str(error.get("code") or "")
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return InternalError(f"a worker answered with status {status} and no readable error.")
+    wait_s = float(retry_after) if retry_after.isdigit() else 1.0
+    return error_from_wire(status, kind, message, stage=role, reason=code, retry_after_s=wait_s)
+
+
+def _decode(payload: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"a worker sent what the protocol does not know: {error}.") from error
+
+
+async def _read_to_end(response: aiohttp.ClientResponse) -> None:
+    """Nothing follows a terminal event: a connection that was read to its end can serve again."""
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while await response.content.readany():
+                pass
+    except (aiohttp.ClientError, TimeoutError):
+        pass  # the answer is complete; only the connection is not worth keeping
+
+
+async def _sse_payloads(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """What follows each `data:`. Lines are cut here, since the reader's own limit is shorter than a long ticket."""
+    rest = b""
+    while chunk := await content.readany():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()

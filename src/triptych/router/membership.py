@@ -1,0 +1,52 @@
+"""`Membership`: how workers come into the pool: they register themselves, or the operator named their addresses."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import aiohttp
+
+from triptych.errors import ConfigError, TriptychError
+from triptych.router.http_worker_client import HttpWorkerClient
+from triptych.router.pool import PooledWorker, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+JOIN_INTERVAL_S = 1.0
+
+
+class Membership:
+    """A registered worker registers again when it finds itself unwatched; a named one is looked for until it is there, and again after its loss."""
+
+    def __init__(self, pool: WorkerPool, session: aiohttp.ClientSession) -> None:
+        self._pool = pool
+        self._session = session
+        self._searches: list[asyncio.Task[None]] = []
+
+    async def register(self, url: str) -> PooledWorker:
+        """Raises `ConfigError` for one that does not fit or is no http(s) URL, `WorkerLostError` for one that does not answer."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"worker address '{url[:100]}' is no http URL; write http://host:port.")
+        client = await HttpWorkerClient.connect(url, self._session)
+        known = next((worker for worker in self._pool.workers if worker.id == client.info.worker_id), None)
+        return known or self._pool.join(client)
+
+    def look_for(self, urls: Iterable[str]) -> None:
+        self._searches += [asyncio.create_task(self._search(url), name=f"look for {url}") for url in urls]
+
+    async def _search(self, url: str) -> None:
+        last = ""
+        while True:
+            try:
+                worker = await self.register(url)
+                await worker.left.wait()
+            except TriptychError as error:
+                if str(error) != last:
+                    logger.warning("%s", error)
+                last = str(error)
+            await asyncio.sleep(JOIN_INTERVAL_S)
+
+    async def close(self) -> None:
+        for search in self._searches:
+            search.cancel()
+        await asyncio.gather(*self._searches, return_exceptions=True)

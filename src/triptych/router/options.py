@@ -1,0 +1,26 @@
+"""`RouterOptions`: what a router is started with. Apart from router.py, as whoever starts one need not import its HTTP server."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from triptych.config import ClusterLayout, MediaConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """`name` is what clients call the model; empty takes the folder's. `layout` None: P and D are expected, E may come."""
+
+    model: Path
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    layout: ClusterLayout | None = None
+    worker_urls: tuple[str, ...] = ()
+    media: MediaConfig = field(default_factory=MediaConfig)
+    max_in_flight: int = 256
+    request_timeout_s: float = 600.0
+
+    @property
+    def max_body_nbytes(self) -> int:
+        """Room for a few of the largest pictures in base64, and for text."""
+        return 4 * (self.media.max_media_nbytes * 4 // 3) + 2**20

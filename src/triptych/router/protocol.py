@@ -1,0 +1,316 @@
+"""OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
+
+Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority` in, `timing` out (milliseconds by stage; see timing.py).
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from triptych.errors import RequestError, TriptychError
+from triptych.router.chat import ChatRequest
+from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_ID_LENGTH = 256
+
+# OpenAI's (and vLLM's) fields that ask for something Triptych does not do: accepted only with a value that asks for nothing.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "best_of": (None, 1),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+# Notes that a client makes for itself: they change nothing, whatever they say.
+IGNORED = ("metadata", "prompt_cache_key", "safety_identifier")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ImageURL(_Strict):
+    """`detail` and `uuid` change nothing: every picture is taken at the model's own resolution and known by its content."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    uuid: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+
+
+class MediaURL(_Strict):
+    url: str
+
+
+class InputAudio(_Strict):
+    data: str
+    format: str
+
+
+class TextContent(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImageContent(_Strict):
+    type: Literal["image_url"]
+    image_url: ImageURL
+    uuid: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+
+
+class VideoContent(_Strict):
+    type: Literal["video_url"]
+    video_url: MediaURL
+
+
+class AudioContent(_Strict):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+ContentPart = Annotated[TextContent | ImageContent | VideoContent | AudioContent, Field(discriminator="type")]
+
+
+class RequestMessage(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+    refusal: None = None
+    tool_calls: None = None
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(_Strict):
+    """`model` may be left out; there is one."""
+
+    model: str | None = None
+    messages: Annotated[list[RequestMessage], Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = 1
+    user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+    priority: int = 0
+
+    @classmethod
+    def parse(cls, body: bytes) -> "ChatCompletionRequest":
+        """Raises `RequestError`: one sentence that says where and what."""
+        try:
+            values = from_json(body)
+        except ValueError as error:
+            raise RequestError(f"the body is not valid JSON: {error}.") from None
+        if not isinstance(values, dict):
+            raise RequestError("the body must be a JSON object.")
+        try:
+            request = cls.model_validate(_without_neutral(values))
+        except ValidationError as error:
+            raise _to_request_error(error) from None
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """What types cannot say."""
+        if self.n not in (None, 1):
+            raise RequestError(
+                f"n is {self.n}; Triptych gives one answer per request: send the request {self.n} times.", param="n"
+            )
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise RequestError("max_tokens and max_completion_tokens say different things; send one of them.", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true.", param="stream_options")
+        if len(self.stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stops):
+            raise RequestError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters each.", param="stop")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def to_chat(self) -> ChatRequest:
+        return ChatRequest(
+            messages=tuple(_to_message(message) for message in self.messages),
+            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            seed=self.seed,
+            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            priority=self.priority,
+        )
+
+
+def _without_neutral(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop fields that ask for nothing; refuse those that we don't do, and unknown ones with the nearest known name."""
+    known = ChatCompletionRequest.model_fields
+    for name, value in values.items():
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
+            raise RequestError(f"{name} is not supported; leave it out.", param=name)
+        if name not in known and name not in UNSUPPORTED and name not in IGNORED:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "leave it out."
+            raise RequestError(f"there is no field '{name}'; {hint}", param=name)
+    return {name: value for name, value in values.items() if name in known}
+
+
+def _to_request_error(error: ValidationError) -> RequestError:
+    """The deepest complaint: of a union, that is the branch which was meant."""
+    worst: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+    path = [
+        str(step)
+        for step in worst["loc"]
+        if ("[" not in str(step) and step not in ("str", "text", "image_url")) or step == worst["loc"][-1]
+    ]
+    where = ".".join(path)
+    if worst["type"] == "extra_forbidden":
+        return RequestError(f"there is no field '{where}'; leave it out.", param=where)
+    return RequestError(f"{where}: {worst['msg'][0].lower()}{worst['msg'][1:]}.", param=where)
+
+
+def _to_message(message: RequestMessage) -> ChatMessage:
+    role = "system" if message.role == "developer" else message.role
+    if message.content is None or isinstance(message.content, str):
+        return ChatMessage(role, message.content or "")
+    return ChatMessage(role, tuple(_to_part(part) for part in message.content))
+
+
+def _to_part(part: TextContent | ImageContent | VideoContent | AudioContent) -> Part:
+    match part:
+        case TextContent():
+            return TextPart(part.text)
+        case ImageContent():
+            return MediaPart("image", part.image_url.url)
+        case VideoContent():
+            return MediaPart("video", part.video_url.url)
+        case AudioContent():
+            return MediaPart("audio", f"data:audio/{part.input_audio.format};base64,{part.input_audio.data}")
+
+
+# --- answers -------------------------------------------------------------------------------------------------------
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobEntry(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprobEntry]
+    refusal: None = None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Choice(BaseModel):
+    index: int = 0
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    timing: dict[str, float]
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    index: int = 0
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    timing: dict[str, float] | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["triptych"] = "triptych"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+def error_body(error: TriptychError) -> dict[str, Any]:
+    """OpenAI's error shape."""
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

@@ -1,0 +1,63 @@
+"""`GenerateJob`, what the pipeline is given, and `RunningRequest`, what comes of it while it runs."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from triptych.errors import TriptychError
+from triptych.media.item import MediaItem
+from triptych.output import TokenLogprob
+from triptych.router.timing import Stopwatch, Timing
+from triptych.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """A rendered request. `media` has each item's file by key, and is kept until the end: an item may have to be encoded again."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    items: tuple[MediaItem, ...] = ()
+    media: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    priority: int = 0
+
+
+class RunningRequest:
+    """Written by the pipeline, read by who started it: any number of tokens, then one end."""
+
+    def __init__(self, job: GenerateJob, arrived_at: float) -> None:
+        self.job = job
+        self.token_ids = list(job.token_ids)  # prompt and what was generated
+        self.stopwatch = Stopwatch(arrived_at)
+        self.finish_reason = ""
+        self.waits_for = "a worker"  # in words, for the sentence of a deadline
+        self._inbox: asyncio.Queue[tuple[TokenLogprob, ...] | TriptychError | None] = asyncio.Queue()
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.job.token_ids)
+
+    @property
+    def timing(self) -> Timing:
+        """From arrival to now."""
+        return self.stopwatch.timing(asyncio.get_running_loop().time())
+
+    async def tokens(self) -> AsyncGenerator[tuple[TokenLogprob, ...]]:
+        """Ends when the request has finished, or raises its one error."""
+        while (message := await self._inbox.get()) is not None:
+            if isinstance(message, TriptychError):
+                raise message
+            yield message
+
+    def add(self, tokens: tuple[TokenLogprob, ...]) -> None:
+        self.stopwatch.see_token(asyncio.get_running_loop().time())
+        self.token_ids.extend(token.token_id for token in tokens)
+        self._inbox.put_nowait(tokens)
+
+    def finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        self._inbox.put_nowait(None)
+
+    def fail(self, error: TriptychError) -> None:
+        self._inbox.put_nowait(error)

@@ -1,0 +1,99 @@
+"""`SharedEncodes`: encodes under way, each shared by all requests that wait for the same item.
+
+started by the first who wants it -> joined by others -> answered to all
+                 +-> the last waiter leaves -> aborted
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+from uuid import uuid4
+
+from triptych.config import Stage
+from triptych.engine.events import Encoded, EncodeEvent, EncodeFailed
+from triptych.errors import WorkerLostError
+from triptych.media.item import MediaItem
+from triptych.router.metrics import RouterMetrics
+from triptych.router.placement import Placement
+from triptych.router.pool import PooledWorker, WorkerPool
+from triptych.worker.protocol import EncodeRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeJob:
+    item: MediaItem
+    media: bytes
+    items_in_request: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """One encode at one worker. An item that stays where it is encoded is of no use to another prefill worker."""
+
+    name: tuple[str, str]  # the item's key, and the worker where it stays ("": a ticket for anybody)
+    worker: PooledWorker
+    task: asyncio.Task[EncodeEvent]
+    num_waiters: int = 0
+
+
+class SharedEncodes:
+    def __init__(self, pool: WorkerPool, placement: Placement, metrics: RouterMetrics) -> None:
+        self._pool = pool
+        self._placement = placement
+        self._metrics = metrics
+        self._flights: dict[tuple[str, str], Flight] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._flights)
+
+    def join(self, job: EncodeJob, prefill: PooledWorker, avoid: Collection[str]) -> Flight:
+        """An encode whose answer is of use at `prefill`: one under way, or a new one. Raises `UnavailableError` without encode workers."""
+        key = job.item.key
+        for name in ((key, prefill.id), (key, "")):
+            flight = self._flights.get(name)
+            if flight is not None and flight.worker.id not in avoid:
+                self._metrics.encodes.labels("shared").inc()
+                return flight
+        worker = self._placement.pick_encode(job.item, prefill, avoid)
+        num_rows = job.item.num_rows
+        self._placement.begin(worker, Stage.ENCODE, num_rows)
+        name = (key, prefill.id if worker is prefill else "")
+        flight = Flight(name, worker, asyncio.create_task(self._encode(job, worker, will_stay=worker is prefill)))
+        flight.task.add_done_callback(lambda _: self._placement.end(worker, Stage.ENCODE, num_rows))
+        self._flights[name] = flight
+        self._metrics.encodes.labels("started").inc()
+        return flight
+
+    async def wait(self, flight: Flight) -> Encoded | EncodeFailed:
+        """Raises `WorkerLostError`, or the worker's refusal. Cancelling leaves the flight, which ends with its last waiter."""
+        flight.num_waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.num_waiters -= 1
+            if not flight.num_waiters or flight.task.done():
+                flight.task.cancel()
+                if self._flights.get(flight.name) is flight:
+                    del self._flights[flight.name]
+
+    async def _encode(self, job: EncodeJob, worker: PooledWorker, *, will_stay: bool) -> EncodeEvent:
+        item = job.item
+        request = EncodeRequest(
+            encode_id=f"enc-{uuid4().hex}",
+            key=item.key,
+            modality=item.modality,
+            num_rows=item.num_rows,
+            grid=item.grid,
+            items_in_request=job.items_in_request,
+            will_stay=will_stay,
+        )
+        try:
+            async with worker.attached():
+                event = await worker.client.encode(request, job.media)
+        except WorkerLostError as error:
+            self._pool.lose(worker, str(error))
+            raise
+        if isinstance(event, Encoded):
+            self._placement.remember(worker, item.key)
+        return event

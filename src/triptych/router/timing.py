@@ -1,0 +1,144 @@
+"""Where a request's time went: each answer's `timing`, in milliseconds, whose parts sum to the time that the router measured.
+
+Durations only: a worker reports how long it took (`StageTimings`), the router how long the whole took by its own clock, and two
+clocks are never compared. Stages that ran beside each other are counted along the critical path: of an encode, only what prefill
+had to wait for.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from triptych.engine.events import StageTimings
+
+NO_TIMINGS = StageTimings()
+STAGES: tuple[str, ...] = (
+    "preprocess", "encode_queue", "encode", "ec_transfer", "prefill_queue", "prefill", "kv_transfer", "decode",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds. `router` is the rest: HTTP, rendering, detokenising, and workers that died before they could report."""
+
+    preprocess: float = 0.0
+    encode_queue: float = 0.0
+    encode: float = 0.0
+    ec_transfer: float = 0.0
+    prefill_queue: float = 0.0
+    prefill: float = 0.0
+    kv_transfer: float = 0.0
+    decode: float = 0.0
+    router: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTimes:
+    """`is_local`: at the worker that prefills, whose one engine thread runs tower and language model in turn."""
+
+    timings: StageTimings = NO_TIMINGS
+    is_local: bool = False
+
+    @property
+    def total_s(self) -> float:
+        return self.timings.preprocess_s + self.timings.encode_queue_s + self.timings.encode_s
+
+
+@dataclass(slots=True)
+class Stay:
+    """A request's time at one prefill or decode worker. Instants are the router's. `encodes` in the order in which they answered."""
+
+    is_prefill: bool
+    started_at: float
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    reported: StageTimings | None = None
+    encodes: list[EncodeTimes] = field(default_factory=list[EncodeTimes])
+
+    def timings(self, now: float) -> StageTimings:
+        """The worker's own report; without one (it died, or a stop string ended the request) what the router saw."""
+        if self.reported is not None:
+            return self.reported
+        elapsed = (self.ended_at if self.ended_at is not None else now) - self.started_at
+        if not self.is_prefill:
+            return StageTimings(decode_s=elapsed)
+        to_first = self.first_token_at - self.started_at if self.first_token_at is not None else elapsed
+        waited = min(to_first, self.critical_encode.total_s)
+        return StageTimings(ec_wait_s=waited, prefill_s=to_first - waited, decode_s=elapsed - to_first)
+
+    @property
+    def critical_encode(self) -> EncodeTimes:
+        """Prefill ends no sooner than its last item arrives."""
+        return self.encodes[-1] if self.encodes else EncodeTimes()
+
+
+class Stopwatch:
+    """Of one request, from its arrival."""
+
+    def __init__(self, now: float) -> None:
+        self.started_at = now
+        self.first_token_at: float | None = None
+        self.stays: list[Stay] = []
+
+    def begin(self, *, is_prefill: bool, now: float) -> Stay:
+        self.stays.append(Stay(is_prefill, now))
+        return self.stays[-1]
+
+    def add_encode(self, timings: StageTimings, is_local: bool) -> None:
+        """An encode for the present stay was answered."""
+        if self.stays:
+            self.stays[-1].encodes.append(EncodeTimes(timings, is_local))
+
+    def see_token(self, now: float) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.stays[-1].first_token_at is None:
+            self.stays[-1].first_token_at = now
+
+    def timing(self, now: float) -> Timing:
+        return break_down(now - self.started_at, [(stay.timings(now), stay.critical_encode) for stay in self.stays])
+
+
+def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]) -> Timing:
+    """`stays` has a worker's timings and its last item's encode, in order. Parts that exceed the total (they were rounded, or
+    a clock ran fast) are cut from the end, so that `router` is never negative."""
+    sums = dict.fromkeys(STAGES, 0.0)
+    for timings, encode in stays:
+        for name, seconds in _split(timings, encode).items():
+            sums[name] += seconds
+    left = total_s
+    for name, seconds in sums.items():
+        sums[name] = min(max(seconds, 0.0), left)
+        left -= sums[name]
+    parts = {name: round(seconds * 1000, 3) for name, seconds in sums.items()}
+    return Timing(**parts, router=max(0.0, round(total_s * 1000 - sum(parts.values()), 3)))
+
+
+def _split(timings: StageTimings, encode: EncodeTimes) -> dict[str, float]:
+    """The wait for an item ended when it arrived, so it is filled from its end: what the encode does not explain is transfer; an encode
+    longer than the wait began while prefill was busy with what stood before the item, and loses its beginning. But where the
+    tower ran in a step that prefilled this request, its time is part of `prefill_s` and not of the wait."""
+    is_in_prefill = encode.is_local and timings.ec_wait_s < encode.total_s
+    in_prefill_s = min(encode.timings.encode_s, timings.prefill_s) if is_in_prefill else 0.0
+    waited_for_s = encode.total_s - in_prefill_s
+    hidden_s = max(0.0, waited_for_s - timings.ec_wait_s)
+    preprocess_s, hidden_s = _cut(encode.timings.preprocess_s, hidden_s)
+    encode_queue_s, hidden_s = _cut(encode.timings.encode_queue_s, hidden_s)
+    return {
+        "preprocess": preprocess_s,
+        "encode_queue": encode_queue_s,
+        "encode": encode.timings.encode_s - hidden_s,
+        "ec_transfer": max(0.0, timings.ec_wait_s - waited_for_s),
+        "prefill_queue": timings.prefill_queue_s,
+        "prefill": timings.prefill_s - in_prefill_s,
+        "kv_transfer": timings.kv_transfer_s,
+        "decode": timings.decode_queue_s + timings.decode_s,
+    }
+
+
+def _cut(seconds: float, by: float) -> tuple[float, float]:
+    """What is left of `seconds`, and what is still to be cut."""
+    cut = min(seconds, by)
+    return seconds - cut, by - cut

@@ -1,0 +1,1 @@
+"""Obeys: runs one engine step on the device, exactly as the scheduler decided."""

@@ -1,0 +1,155 @@
+"""The KV connector's worker half: obeys `KVConnectorMetadata` around one engine step.
+
+    bind metadata → start loads → (body: forward) → save → collect, clear
+
+Loads run beside any number of steps: a request waits for its blocks outside the batch, and the step that finds them arrived says so.
+Which blocks was decided by the scheduler half, `engine/kv_connector.py`.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from triptych.config import EngineConfig
+from triptych.errors import ConfigError, FailureReason
+from triptych.output import EMPTY_KV_METADATA, KVConnectorMetadata, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput
+from triptych.runner.kv_cache import KVCache
+from triptych.runner.pending_reads import PendingReads, reason_of
+from triptych.transfer.data_plane import DataPlane
+
+logger = logging.getLogger(__name__)
+
+KV_ARENA = "kv"
+
+_NO_STEP: AbstractContextManager[None] = nullcontext()
+
+
+class KVConnector:
+    """The no-op: KV blocks never leave this worker, and a step allocates nothing."""
+
+    def step(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[KVConnectorOutput | None]:
+        """A context manager around the step's body; yields what the step will report, or None."""
+        return _NO_STEP
+
+    def withhold(self, request_ids: Iterable[str]) -> None:
+        """To be called in the body: this step did not compute these requests, so their blocks are not to be published."""
+
+    def close(self) -> None:
+        pass
+
+
+class ActiveKVConnector(KVConnector):
+    """Loads published blocks into this worker's KV cache, and publishes its own."""
+
+    def __init__(self, config: EngineConfig, kv_cache: KVCache, data_plane: DataPlane, on_progress: Callable[[], None]) -> None:
+        """`on_progress` is called from a copy thread when a read ends, so that the engine thread runs a step and collects it."""
+        self._config = config
+        self._kv_cache = kv_cache
+        self._data_plane = data_plane
+        self._reads: PendingReads[KVLoad] = PendingReads(data_plane, kv_cache.arena, on_progress)
+        self._metadata = EMPTY_KV_METADATA
+        self._withheld: set[str] = set()
+        # What was found out in a step whose body then failed: reported by the next one.
+        self._unreported = KVConnectorOutput()
+
+    @contextmanager
+    def step(self, scheduler_output: SchedulerOutput) -> Generator[KVConnectorOutput, None, None]:
+        output, self._unreported = self._unreported, KVConnectorOutput()
+        try:
+            self._bind(scheduler_output.kv_connector_metadata)
+            self._load(output)
+            yield output
+            self._save(output)
+        except BaseException:
+            self._unreported = output
+            raise
+        finally:
+            self._finish(output)
+
+    def withhold(self, request_ids: Iterable[str]) -> None:
+        self._withheld.update(request_ids)
+
+    def close(self) -> None:
+        self._reads.close()
+
+    def _bind(self, metadata: KVConnectorMetadata) -> None:
+        self._metadata = metadata
+
+    def _load(self, output: KVConnectorOutput) -> None:
+        if not self._config.is_kv_consumer:
+            return
+        for load in self._metadata.loads:
+            mismatch = self._mismatch_of(load)
+            if mismatch:
+                logger.warning("KV of request %s is refused: %s", load.request_id, mismatch)
+                output.failed_loads[load.request_id] = FailureReason.MISMATCH
+                continue
+            self._reads.start(load.request_id, load, load.ticket.data, load.block_ids[: len(load.ticket.data.pages)])
+
+    def _save(self, output: KVConnectorOutput) -> None:
+        if not self._config.is_kv_producer:
+            return
+        for save in self._metadata.saves:
+            if save.request_id in self._withheld:
+                continue
+            try:
+                output.published[save.request_id] = self._ticket_of(save)
+            except Exception as error:  # the edge to a data plane: blocks that cannot be published are that request's failure
+                output.failed_saves[save.request_id] = reason_of(error, f"publish of the KV of {save.request_id}")
+
+    def _ticket_of(self, save: KVSave) -> KVTicket:
+        config = self._config
+        block_ids = save.block_ids[: -(-save.num_tokens // config.cache.block_size)]
+        self._kv_cache.stage_out(block_ids)
+        data = self._data_plane.publish(KV_ARENA, block_ids, len(block_ids) * config.kv_block_nbytes, self._metadata.lease_s)
+        return KVTicket(
+            request_id=save.request_id,
+            num_tokens=save.num_tokens,
+            block_size=config.cache.block_size,
+            block_nbytes=config.kv_block_nbytes,
+            dtype=config.model.dtype,
+            data=data,
+        )
+
+    def _finish(self, output: KVConnectorOutput) -> None:
+        """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
+        for request_id, failure in self._reads.collect(self._admit).items():
+            if failure is None:
+                output.finished_loads.add(request_id)
+            else:
+                output.failed_loads[request_id] = failure
+        self._metadata = EMPTY_KV_METADATA
+        self._withheld.clear()
+
+    def _admit(self, load: KVLoad) -> None:
+        self._kv_cache.stage_in(load.block_ids[: len(load.ticket.data.pages)])
+        # The producer's last block may hold anything past the request's end.
+        self._kv_cache.clear_after(load.block_ids, load.ticket.num_tokens)
+
+    def _mismatch_of(self, load: KVLoad) -> str:
+        """What of the ticket does not fit this worker's model and the blocks given; empty if all does."""
+        ticket, config = load.ticket, self._config
+        num_blocks = -(-ticket.num_tokens // config.cache.block_size)
+        checks = (
+            ("block_size", ticket.block_size, config.cache.block_size),
+            ("block_nbytes", ticket.block_nbytes, config.kv_block_nbytes),
+            ("dtype", ticket.dtype, config.model.dtype),
+            ("number of blocks", len(ticket.data.pages), num_blocks),
+            ("page_nbytes", ticket.data.page_nbytes, config.kv_block_nbytes),
+            ("nbytes", ticket.data.nbytes, num_blocks * config.kv_block_nbytes),
+        )
+        if ticket.num_tokens <= 0 or len(load.block_ids) < num_blocks:
+            return f"{ticket.num_tokens} tokens do not fit {len(load.block_ids)} blocks"
+        return "; ".join(f"{name} is {given} and should be {wanted}" for name, given, wanted in checks if given != wanted)
+
+
+def get_kv_connector(
+    config: EngineConfig, kv_cache: KVCache, data_plane: DataPlane | None, on_progress: Callable[[], None]
+) -> KVConnector:
+    """The active one where the role sends or takes, with its arena registered; else the no-op. Raises `ConfigError` without a data plane."""
+    if not (config.is_kv_producer or config.is_kv_consumer):
+        return KVConnector()
+    if data_plane is None:
+        raise ConfigError(f"a worker of role {config.role} among others needs a data plane.")
+    data_plane.register(KV_ARENA, kv_cache.arena)
+    return ActiveKVConnector(config, kv_cache, data_plane, on_progress)

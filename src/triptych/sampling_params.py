@@ -1,0 +1,40 @@
+"""What a worker needs to know to sample a request's tokens. Stop strings are the router's, which detokenises."""
+
+import msgspec
+
+from triptych.errors import RequestError
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sampling is a pure function of logits, these parameters, the seed and the token's position.
+
+    `temperature` 0 is greedy. `top_k` 0 keeps all. `seed` is always set (the router draws one when the client gives none),
+    so that a request that moves to another worker goes on with the tokens it would have had.
+    `logprobs` is the number of alternatives reported beside the sampled token's own log-probability; None reports none.
+    """
+
+    max_tokens: int
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them unless the client ignores them
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        """Raise `RequestError` for a value out of range."""
+        ranges: list[tuple[str, float, float, float]] = [
+            ("max_tokens", self.max_tokens, 1, float("inf")),
+            ("min_tokens", self.min_tokens, 0, self.max_tokens),
+            ("temperature", self.temperature, 0.0, 2.0),
+            ("top_p", self.top_p, 0.0, 1.0),
+            ("top_k", self.top_k, 0, float("inf")),
+            ("top_logprobs", self.logprobs or 0, 0, 20),
+        ]
+        for name, value, low, high in ranges:
+            if not low <= value <= high:
+                upper = "" if high == float("inf") else f" and at most {high:g}"
+                raise RequestError(f"{name} is {value:g}; it must be at least {low:g}{upper}.", param=name)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0; it must be greater than 0 and at most 1.", param="top_p")

@@ -1,0 +1,49 @@
+"""`DataPlane`: the one interface through which arenas are read from afar.
+
+A producer registers its arenas and makes tickets; a consumer reads a ticket's pages into pages of its own arena. Reads are
+one-sided: the producer takes no part in them and needs no acknowledgement, since the ticket carries generations which
+the consumer compares before and after its copy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from triptych.transfer.arena import Arena
+from triptych.transfer.ticket import Ticket
+
+
+class DataPlane(ABC):
+    """Thread-safe. One per worker and plane; `close` ends its threads and forgets its peers."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where peers reach this worker's arenas on this plane; goes into tickets."""
+
+    @abstractmethod
+    def register(self, name: str, arena: Arena) -> None:
+        """Make `arena` readable by peers under `name`. At most once per name."""
+
+    @abstractmethod
+    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
+        """A ticket for the content of `pages` of the registered arena `name`. The pages must not change while it is leased."""
+
+    @abstractmethod
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
+        """Start to copy the ticket's content into `pages` of the consumer's `arena`; returns at once.
+
+        The future ends in bounded time, and raises `TransferError` with STALE, PEER_LOST, CORRUPT, MISMATCH (page sizes or counts do
+        not fit; checked before a byte is touched), MISSING or TIMEOUT (the producer's process does not answer). Until it is done,
+        nobody else may use the destination pages; after a failure their content is undefined.
+        """
+
+    @abstractmethod
+    def lost_peers(self) -> frozenset[str]:
+        """Producers (as in `Ticket.producer`) found dead since the last call. A producer may be named more than once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent, in bounded time: reads under way end with an error. Close it before the arenas."""

@@ -1,0 +1,165 @@
+"""`FakeDataPlane` and its `FakeNetwork`: reads that happen when a test says so, and go wrong when it says so.
+
+Reproduced: real arenas, real tickets, the same checks and the same copy as the shm data plane; delay, loss and reordering of reads;
+content cut short; pages recycled between the two looks at their generations; the death of a worker, after which reads from
+it fail at once and peers are told; addresses that are never used again.
+
+Not reproduced: threads (all happens in the caller's, inside `deliver` and `tick`), other processes, a first contact
+that takes time or times out, and the throughput of anything.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from triptych.errors import FailureReason, TransferError
+from triptych.transfer.arena import Arena
+from triptych.transfer.arena_registry import ArenaRegistry
+from triptych.transfer.data_plane import DataPlane
+from triptych.transfer.read_checks import check_after, check_before, check_ticket, copy_pages
+from triptych.transfer.ticket import Ticket
+
+_SCRIBBLE = 0xEE
+
+
+@dataclass(slots=True, eq=False)
+class FakeRead:
+    """A read under way. Tests change `num_ticks`, `nbytes_cut` and `is_recycled_during` before it is delivered."""
+
+    ticket: Ticket
+    address: str
+    arena: Arena
+    pages: tuple[int, ...]
+    consumer: "FakeDataPlane"
+    num_ticks: int  # until `tick` delivers it
+    nbytes_cut: int = 0  # bytes that do not arrive
+    is_recycled_during: bool = False  # the producer gives the pages up, and overwrites them, between the two checks
+    result: "Future[None]" = field(default_factory=Future[None])
+
+
+class FakeNetwork:
+    """All that happens between its planes. `pending` holds the reads under way, in the order in which they were started."""
+
+    def __init__(self, num_ticks: int = 1) -> None:
+        self.num_ticks = num_ticks  # what a new read takes
+        self.pending: list[FakeRead] = []
+        self._planes: dict[str, FakeDataPlane] = {}  # those alive, by address
+        self._num_addresses = 0
+
+    def deliver(self, *reads: FakeRead) -> None:
+        """Finish these reads, in this order (any order is possible); without arguments, all that are pending."""
+        for read in reads or tuple(self.pending):
+            self.pending.remove(read)
+            if read.result.set_running_or_notify_cancel():
+                self._carry_out(read)
+
+    def tick(self) -> None:
+        """One step of time: deliver the reads that are due."""
+        for read in self.pending:
+            read.num_ticks -= 1
+        due = [read for read in self.pending if read.num_ticks <= 0]
+        if due:
+            self.deliver(*due)
+
+    def drop(self, read: FakeRead) -> None:
+        """It never finishes: the one thing that a real data plane never does, and whose consumer must have a deadline anyway."""
+        self.pending.remove(read)
+
+    def kill(self, producer: str) -> None:
+        """The worker dies: reads from it that are under way fail now, later ones at once, and every other worker learns of it."""
+        for plane in [plane for plane in self._planes.values() if plane.worker_id == producer]:
+            self.detach(plane)
+
+    def attach(self, plane: "FakeDataPlane") -> str:
+        """A new plane's address."""
+        self._num_addresses += 1
+        address = f"fake-{self._num_addresses}"
+        self._planes[address] = plane
+        return address
+
+    def detach(self, plane: "FakeDataPlane") -> None:
+        """The plane is closed, or its worker dead."""
+        if self._planes.pop(plane.address, None) is None:
+            return
+        for other in self._planes.values():
+            other.hear_of_death(plane.worker_id)
+        for read in [read for read in self.pending if read.address == plane.address or read.consumer is plane]:
+            self.deliver(read)
+
+    def start(self, read: FakeRead) -> None:
+        """A read from a worker that is dead, or by one, fails at once."""
+        self.pending.append(read)
+        if read.address not in self._planes or read.consumer.address not in self._planes:
+            self.deliver(read)
+
+    def _carry_out(self, read: FakeRead) -> None:
+        try:
+            if read.consumer.address not in self._planes:
+                raise TransferError(FailureReason.INTERNAL, "the data plane was closed.")
+            if read.address not in self._planes:
+                raise TransferError(FailureReason.PEER_LOST, f"{read.ticket.producer} is dead.")
+            self._copy(read, self._planes[read.address].arena_of(read.ticket))
+        except TransferError as error:
+            read.result.set_exception(error)
+        else:
+            read.result.set_result(None)
+
+    def _copy(self, read: FakeRead, source: Arena) -> None:
+        ticket = read.ticket
+        check_before(ticket, source)
+        if read.is_recycled_during:
+            source.recycle(ticket.pages)
+            source.pages[list(ticket.pages)] = _SCRIBBLE
+        nbytes = max(0, ticket.nbytes - read.nbytes_cut)
+        copy_pages(source.pages, ticket.pages, read.arena.pages, read.pages, nbytes)
+        verify = read.consumer.verify_checksums
+        check_after(ticket, source, read.arena, read.pages, nbytes_arrived=nbytes, verify_checksum=verify)
+
+
+class FakeDataPlane(DataPlane):
+    name = "fake"
+
+    def __init__(self, worker_id: str, network: FakeNetwork, verify_checksums: bool = True) -> None:
+        self.worker_id = worker_id
+        self.verify_checksums = verify_checksums
+        self._network = network
+        self._registry = ArenaRegistry(worker_id, with_checksums=verify_checksums)
+        self._lost: set[str] = set()
+        self._address = network.attach(self)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def register(self, name: str, arena: Arena) -> None:
+        self._registry.add(name, arena)
+
+    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
+        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
+
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
+        try:
+            address = check_ticket(ticket, self.name, arena, pages)
+        except TransferError as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+        read = FakeRead(ticket, address, arena, tuple(pages), self, self._network.num_ticks)
+        self._network.start(read)
+        return read.result
+
+    def lost_peers(self) -> frozenset[str]:
+        lost, self._lost = self._lost, set()
+        return frozenset(lost)
+
+    def close(self) -> None:
+        self._network.detach(self)
+
+    def arena_of(self, ticket: Ticket) -> Arena:
+        """Raises `TransferError` (MISMATCH) if the ticket is another worker's or names an arena that this one has not got."""
+        if ticket.producer != self.worker_id:
+            raise TransferError(FailureReason.MISMATCH, f"the ticket names {ticket.producer}, but {self.worker_id} lives there.")
+        return self._registry.get(ticket.arena)
+
+    def hear_of_death(self, worker_id: str) -> None:
+        self._lost.add(worker_id)

@@ -1,0 +1,22 @@
+"""`Ticket`: everything a consumer needs to read published pages, and to notice that it must not."""
+
+import msgspec
+
+
+class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pages of one producer's arena, as they were when they were published.
+
+    The content is `nbytes` bytes: the pages in the order given, each full but the last. `generations[i]` is the
+    generation of `pages[i]`; a page whose generation has moved on was recycled and must not be delivered.
+    `lease_s` is a duration: the producer keeps the pages at least that long after it made the ticket.
+    """
+
+    producer: str  # the worker's id
+    arena: str  # which of its arenas
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    page_nbytes: int
+    nbytes: int
+    checksum: str  # first 16 hex digits of blake3 over the content; empty when the producer does not compute it
+    lease_s: float
+    planes: dict[str, str]  # data plane name -> the producer's address on it

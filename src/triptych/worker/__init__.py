@@ -1,0 +1,1 @@
+"""One worker process: an HTTP front, an engine thread, a pool that prepares media."""

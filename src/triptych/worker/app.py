@@ -1,0 +1,202 @@
+"""The HTTP front of a worker (routes as in protocol.py), and `run_worker`, which is the process."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from triptych.config import EngineConfig
+from triptych.engine.events import Failed, GenerateEvent
+from triptych.errors import OverloadedError, RequestError, StartError, TooLargeError, TriptychError
+from triptych.worker.metrics import make_registry
+from triptych.worker.protocol import (
+    ABORT_PATH,
+    EC_PATH,
+    ENCODE_HEADER,
+    ENCODE_PATH,
+    GENERATE_PATH,
+    INFO_PATH,
+    RELEASE_PATH,
+    WATCH_PATH,
+    AbortRequest,
+    ECDelivery,
+    EncodeRequest,
+    GenerateRequest,
+    ReleaseRequest,
+    StartReport,
+)
+from triptych.worker.registration import Registration
+from triptych.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+MAX_CONTROL_NBYTES = 64 * 1024**2  # of a generate request: a million token ids are about 8 MB
+WATCH_INTERVAL_S = 1.0
+
+M = TypeVar("M")
+
+
+class WorkerApp:
+    """The routes of one worker."""
+
+    def __init__(self, worker: Worker, registration: Registration | None) -> None:
+        self._worker = worker
+        self._registration = registration
+        self._metrics = make_registry(str(worker.config.role), worker.gauges)
+
+    def to_asgi(self) -> Starlette:
+        routes = [
+            Route(GENERATE_PATH, self.generate, methods=["POST"]),
+            Route(ENCODE_PATH, self.encode, methods=["POST"]),
+            Route(EC_PATH, self.deliver, methods=["POST"]),
+            Route(ABORT_PATH, self.abort, methods=["POST"]),
+            Route(RELEASE_PATH, self.release, methods=["POST"]),
+            Route(INFO_PATH, self.info, methods=["GET"]),
+            Route(WATCH_PATH, self.watch, methods=["GET"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={TriptychError: _to_error_response})
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
+        task = asyncio.create_task(self._registration.keep()) if self._registration is not None else None
+        yield
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._worker.close()
+
+    async def generate(self, request: Request) -> Response:
+        message = await _message(request, GenerateRequest)
+        events = self._worker.generate(message)
+        return StreamingResponse(_to_sse(message.request_id, events), media_type="text/event-stream")
+
+    async def encode(self, request: Request) -> Response:
+        message = _decode(request.headers.get(ENCODE_HEADER, "").encode(), EncodeRequest)
+        media = await _body(request, self._worker.config.media.max_media_nbytes)
+        event = await _unless_disconnected(request, self._worker.encode(message, media))
+        return Response(msgspec.json.encode(event), media_type="application/json")
+
+    async def deliver(self, request: Request) -> Response:
+        await self._worker.deliver(await _message(request, ECDelivery))
+        return Response(status_code=204)
+
+    async def abort(self, request: Request) -> Response:
+        await self._worker.abort((await _message(request, AbortRequest)).id)
+        return Response(status_code=204)
+
+    async def release(self, request: Request) -> Response:
+        await self._worker.release((await _message(request, ReleaseRequest)).id)
+        return Response(status_code=204)
+
+    async def info(self, _: Request) -> Response:
+        return Response(msgspec.json.encode(self._worker.info), media_type="application/json")
+
+    async def watch(self, _: Request) -> Response:
+        return StreamingResponse(self._heartbeats(), media_type="text/event-stream")
+
+    async def health(self, _: Request) -> Response:
+        is_alive = self._worker.is_alive
+        return JSONResponse({"status": "ok" if is_alive else "engine dead"}, status_code=200 if is_alive else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._metrics), media_type=CONTENT_TYPE_LATEST)
+
+    async def _heartbeats(self) -> AsyncIterator[bytes]:
+        """Ends when the engine does, so that the router stops to send work here."""
+        watchers = self._registration
+        if watchers is not None:
+            watchers.watchers += 1
+        try:
+            while self._worker.is_alive:
+                yield b"data: {}\n\n"
+                await asyncio.sleep(WATCH_INTERVAL_S)
+        finally:
+            if watchers is not None:
+                watchers.watchers -= 1
+
+
+async def _to_sse(request_id: str, events: AsyncIterator[GenerateEvent]) -> AsyncIterator[bytes]:
+    """The status line is sent by now, so that an error becomes the last event."""
+    try:
+        async for event in events:
+            yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+    except TriptychError as error:
+        yield b"data: " + msgspec.json.encode(Failed(request_id, error.message, error.type, error.status)) + b"\n\n"
+
+
+async def _message(request: Request, kind: type[M]) -> M:
+    return _decode(await _body(request, MAX_CONTROL_NBYTES), kind)
+
+
+def _decode(body: bytes, kind: type[M]) -> M:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"this is not a {kind.__name__}: {error}.") from error
+
+
+async def _body(request: Request, max_nbytes: int) -> bytes:
+    chunks: list[bytes] = []
+    nbytes = 0
+    async for chunk in request.stream():
+        nbytes += len(chunk)
+        if nbytes > max_nbytes:
+            raise TooLargeError(f"the body has more than {max_nbytes} bytes.")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _unless_disconnected(request: Request, call: Awaitable[M]) -> M:
+    """Await `call`, but cancel it when the client goes away. The body must have been read."""
+    work = asyncio.ensure_future(call)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise RequestError("the client went away.")
+        return work.result()
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+
+
+async def _to_error_response(_: Request, error: Exception) -> Response:
+    assert isinstance(error, TriptychError)
+    body = {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    headers = {"retry-after": str(round(error.retry_after_s))} if isinstance(error, OverloadedError) else None
+    return JSONResponse(body, status_code=error.status, headers=headers)
+
+
+def run_worker(
+    config: EngineConfig, *, host: str, port: int, router_url: str | None, report: Callable[[StartReport], None]
+) -> None:
+    """Load, serve until SIGTERM or SIGINT, clean up. Raises `StartError` or `ConfigError` when it cannot start."""
+    listener = _bind(host, port)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    worker = Worker(config, lambda loaded: report(StartReport(loaded=loaded)))
+    registration = Registration(router_url, url) if router_url is not None else None
+    app = WorkerApp(worker, registration).to_asgi()
+    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2, "lifespan": "on"}
+    server = uvicorn.Server(uvicorn.Config(app, loop="uvloop", http="httptools", **settings))
+    report(StartReport(loaded=1.0, url=url))
+    server.run(sockets=[listener])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port.") from error

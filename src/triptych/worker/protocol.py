@@ -1,0 +1,113 @@
+"""Messages between router and workers: msgspec structs as JSON over HTTP; unknown fields are refused.
+
+    POST /inference/v1/generate   GenerateRequest -> server-sent events, each `data: <GenerateEvent as JSON>`
+    POST /inference/v1/encode     EncodeRequest in the header `x-triptych-encode` (JSON), the media file's bytes as the body -> EncodeEvent
+    POST /inference/v1/ec         ECDelivery -> 204: an item announced, or the news that it cannot be had
+    POST /inference/v1/abort      AbortRequest -> 204; closing a generate or encode connection aborts it, too
+    POST /inference/v1/release    ReleaseRequest -> 204: the ticket of a request or an encode is not needed any more
+    GET  /inference/v1/info       WorkerInfo
+    GET  /inference/v1/watch      a stream that says `data: {}` every second and ends with the process: its end is the worker's death
+    GET  /health                  200 while the engine thread lives
+    GET  /metrics                 Prometheus text
+
+An error is `{"error": {"message", "type", "param", "code"}}` with its HTTP status. A call that the worker's role cannot serve is a 400
+that names the role. Shapes follow vLLM's token-in-token-out `generate`.
+"""
+
+import msgspec
+
+from triptych.config import Fingerprint
+from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
+from triptych.output import ECTicket, KVTicket
+from triptych.sampling_params import SamplingParams
+
+GENERATE_PATH = "/inference/v1/generate"
+ENCODE_PATH = "/inference/v1/encode"
+EC_PATH = "/inference/v1/ec"
+ABORT_PATH = "/inference/v1/abort"
+RELEASE_PATH = "/inference/v1/release"
+INFO_PATH = "/inference/v1/info"
+WATCH_PATH = "/inference/v1/watch"
+ENCODE_HEADER = "x-triptych-encode"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class KVTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    do_remote_decode: bool = False  # prefill: publish the KV and hand over after the first token
+    ticket: KVTicket | None = None  # decode: where the KV lies
+
+
+class ECTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    items: tuple[MediaItem, ...] = ()
+    tickets: tuple[ECTicket, ...] = ()  # those known already; others follow by POST /inference/v1/ec
+
+
+class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`token_ids` is prompt plus, for a decode worker or after a fault, the tokens generated so far.
+
+    A decode worker gets the items without their embeddings: positions need the grids.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    ec_transfer_params: ECTransferParams = ECTransferParams()
+    kv_transfer_params: KVTransferParams = KVTransferParams()
+    priority: int = 0
+
+
+class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    encode_id: str
+    key: str
+    modality: str
+    num_rows: int
+    grid: tuple[int, ...] = ()
+    items_in_request: int = 1  # in one family the layout depends on it
+    will_stay: bool = False  # the same worker prefills it: no ticket is needed
+
+
+class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Exactly one of `ticket` and `failure` is set, or neither: the item is resident in the worker already (it encoded it)."""
+
+    request_id: str
+    key: str
+    ticket: ECTicket | None = None
+    failure: FailureReason | None = None
+    message: str = ""
+
+
+class AbortRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    id: str  # a request's or an encode's
+
+
+class ReleaseRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    id: str  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
+
+
+class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    worker_id: str
+    role: str
+    fingerprint: Fingerprint
+    max_model_len: int
+    encoder_cache_rows: int  # the largest item it can hold
+    kv_cache_tokens: int  # the longest request it can hold
+    served_name: str = ""
+
+
+class RegisterRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a worker sends to `POST /workers` of the router, which then asks `INFO_PATH` and watches it."""
+
+    url: str
+
+
+class StartReport(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a starting worker tells whoever started it."""
+
+    loaded: float = 0.0  # share of the weights read, 0 to 1
+    url: str = ""  # set when it serves
+    error: str = ""  # set when it gave up

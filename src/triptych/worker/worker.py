@@ -1,0 +1,230 @@
+"""`Worker`: everything of one worker but its HTTP front. `LLM` uses it in process, `app.py` serves it."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+
+from triptych.config import EngineConfig
+from triptych.engine.core import EngineCore
+from triptych.engine.encode_queue import EncodeSpec
+from triptych.engine.events import (
+    ECNeeded,
+    Encoded,
+    EncodeEvent,
+    EncodeFailed,
+    EngineEvent,
+    Failed,
+    GenerateEvent,
+    NewTokens,
+    PreparationNeeded,
+)
+from triptych.engine.request import RequestSpec
+from triptych.errors import ConfigError, FailureReason, InternalError, RequestError
+from triptych.media.processor import MediaProcessor
+from triptych.models.loader import LoadedModel, Parts, load_model
+from triptych.runner.model_runner import ModelRunner, make_runner
+from triptych.transfer.planes import make_data_plane
+from triptych.worker.engine_thread import EngineThread
+from triptych.worker.event_streams import EventStreams, StreamEvent
+from triptych.worker.media_preparation import MediaPreparation, PreparationFailed, Prepared
+from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Loads its parts of the model, then runs. Its coroutines may be called from one event loop at a time."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[float], None] = lambda _: None) -> None:
+        if config.device.num_threads is not None:
+            torch.set_num_threads(config.device.num_threads)
+        self.config = config
+        self.info = _describe(config, f"{config.role}-{uuid.uuid4().hex[:12]}")
+        loaded = load_model(config.model, _parts(config), _device(config), progress)
+        self._resources = ExitStack()  # closed in reverse: media pool, engine thread, data plane, caches
+        self._streams = EventStreams()
+        runner = self._make_runner(config, loaded)
+        core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
+        self._scheduler = core.scheduler
+        self._thread = EngineThread(core, self._on_events, self._on_death)
+        self._media = MediaPreparation(MediaProcessor(config.media.num_threads), loaded.adapter.preprocess, self._on_prepared)
+        self._resources.callback(self._thread.close)
+        self._resources.callback(self._media.close)
+        self._thread.start()
+
+    def _make_runner(self, config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
+        if config.is_alone:
+            runner = make_runner(config, loaded)
+            self._resources.callback(runner.close)
+        else:
+            data_plane = make_data_plane(config.connector, self.info.worker_id)
+            runner = make_runner(config, loaded, data_plane, on_progress=self._wake)
+            self._resources.callback(runner.close)
+            self._resources.callback(data_plane.close)
+        runner.warm_up()
+        return runner
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """The request's events; the last one is terminal. Closing the generator early aborts the request."""
+        ec, kv = request.ec_transfer_params, request.kv_transfer_params
+        spec = RequestSpec(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.sampling_params,
+            items=ec.items,
+            hands_over=kv.do_remote_decode,
+            kv_ticket=kv.ticket,
+            priority=request.priority,
+        )
+        queue = self._streams.open(request.request_id)
+        has_ended = False
+        try:
+            for ticket in ec.tickets:
+                self._thread.submit(lambda core, ticket=ticket: core.announce(ticket))
+            self._thread.submit(lambda core: core.add_request(spec))
+            while not has_ended:
+                event = await queue.get()
+                if isinstance(event, Encoded | EncodeFailed):
+                    raise InternalError(f"the id {request.request_id} is an encode's as well.")
+                has_ended = not isinstance(event, NewTokens | ECNeeded)
+                yield event
+        finally:
+            self._streams.close(request.request_id)
+            if not has_ended:
+                await self.abort(request.request_id)
+
+    async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
+        """Raises `RequestError` if this worker has no tower. Cancelling the call aborts the encode."""
+        spec = EncodeSpec(
+            request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
+        )
+        if not self.config.has_tower:
+            raise RequestError(f"this worker's role is {self.config.role}: it has no vision tower and cannot encode.")
+        queue = self._streams.open(request.encode_id)
+        self._media.hold(request, media)
+        event: StreamEvent | None = None
+        try:
+            self._thread.submit(lambda core: core.add_encode(spec))
+            event = await queue.get()
+        finally:
+            self._streams.close(request.encode_id)
+            self._media.let_go(request)
+            if event is None:
+                await self.abort(request.encode_id)
+        if isinstance(event, Failed):
+            return EncodeFailed(request.encode_id, request.key, event.message, FailureReason.INTERNAL)
+        if not isinstance(event, Encoded | EncodeFailed):
+            raise InternalError(f"the id {request.encode_id} is a request's as well.")
+        return event
+
+    async def deliver(self, delivery: ECDelivery) -> None:
+        """An item announced, or the news that it cannot be had. Raises `RequestError` if this worker takes no items."""
+        ticket, failure = delivery.ticket, delivery.failure
+        if failure is not None:
+            message = delivery.message or f"media item {delivery.key[:12]} could not be had ({failure})."
+            self._thread.submit(lambda core: core.item_failed(delivery.request_id, message, failure))
+        elif ticket is not None:
+            if not self.config.is_ec_consumer:
+                raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
+            if ticket.key != delivery.key:
+                raise RequestError("the ticket is for another item than the delivery.")
+            self._thread.submit(lambda core: core.announce(ticket))
+
+    async def abort(self, id: str) -> None:
+        self._thread.submit(lambda core: core.scheduler.abort(id))
+
+    async def release(self, id: str) -> None:
+        self._thread.submit(lambda core: core.scheduler.release(id))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """End the engine thread, the pools and the data plane, in bounded time; streams that are open end with an error."""
+        self._streams.fail_all("the worker stops.")
+        self._resources.close()
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive
+
+    def gauges(self) -> dict[str, float]:
+        """Instantaneous values for /metrics, by name."""
+        scheduler = self._scheduler
+        return {
+            "requests_running": scheduler.num_running,
+            "requests_waiting": scheduler.num_waiting,
+            "encodes_queued": scheduler.num_queued_encodes,
+            "item_waits": scheduler.num_item_waits,
+            "leases": scheduler.num_leases,
+            "kv_blocks": scheduler.kv.num_blocks,
+            "kv_blocks_free": scheduler.kv.num_free_blocks,
+            "encoder_cache_pages": scheduler.cache.num_pages,
+            "encoder_cache_pages_free": scheduler.cache.num_free_pages,
+            "encoder_cache_items_pinned": scheduler.cache.num_pinned,
+            "encoder_cache_evictions": scheduler.cache.num_evicted,
+            "streams": len(self._streams),
+        }
+
+    # --- called from other threads ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._thread.wake()
+
+    def _on_events(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, PreparationNeeded):
+                self._media.start(event.key)
+        self._streams.dispatch([event for event in events if not isinstance(event, PreparationNeeded)])
+
+    def _on_prepared(self, key: str, outcome: Prepared | PreparationFailed) -> None:
+        if isinstance(outcome, Prepared):
+            self._thread.submit(lambda core: core.scheduler.prepared(key, outcome.inputs, outcome.seconds))
+        else:
+            self._thread.submit(partial(_fail_preparation, key=key, outcome=outcome))
+
+    def _on_death(self, error: BaseException) -> None:
+        self._streams.fail_all(f"{type(error).__name__}: {error}")
+
+
+def _fail_preparation(core: EngineCore, key: str, outcome: PreparationFailed) -> None:
+    core.scheduler.preparation_failed(key, outcome.message, outcome.reason)
+
+
+def _parts(config: EngineConfig) -> Parts:
+    if not config.has_language_model:
+        return Parts.TOWER
+    return Parts.FULL if config.has_tower else Parts.LANGUAGE_MODEL
+
+
+def _device(config: EngineConfig) -> torch.device:
+    name = config.device.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device '{name}' does not exist; use auto, cpu, cuda or cuda:N.") from error
+
+
+def _describe(config: EngineConfig, worker_id: str) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=str(config.role),
+        fingerprint=config.fingerprint,
+        max_model_len=config.model.max_model_len,
+        encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
+        kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
+        served_name=config.model.name,
+    )

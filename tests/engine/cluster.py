@@ -1,0 +1,104 @@
+"""A whole cluster in this process: real workers (engine threads, shared memory between them) under the router's own pipeline."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from oracle import Wanted
+
+from triptych.config import CacheConfig, ClusterLayout, DeviceConfig, EngineConfig, SchedulerConfig
+from triptych.media.item import MediaItem
+from triptych.models.inspect import resolve_model
+from triptych.router.local_worker_client import LocalWorkerClient
+from triptych.router.metrics import RouterMetrics
+from triptych.router.pipeline import Pipeline
+from triptych.router.placement import Placement
+from triptych.router.pool import WorkerPool
+from triptych.router.running_request import GenerateJob
+from triptych.sampling_params import SamplingParams
+from triptych.worker.worker import Worker
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+
+
+def job_of(name: str, wanted: Wanted, stop_ids: tuple[int, ...], sampling: SamplingParams | None = None) -> GenerateJob:
+    """The request as the router would send it, made from the oracle's tokens."""
+    keys = [blake2b(data, digest_size=32).hexdigest() for data in wanted.request.pictures]
+    items = tuple(
+        MediaItem(key, "image", (run,), run[1], grid) for key, run, grid in zip(keys, wanted.runs, wanted.grids, strict=True)
+    )
+    stops = stop_ids if wanted.request.has_stop else ()
+    greedy = SamplingParams(max_tokens=wanted.request.max_tokens, temperature=0.0, stop_token_ids=stops, logprobs=0)
+    return GenerateJob(name, wanted.prompt, sampling or greedy, items, dict(zip(keys, wanted.request.pictures, strict=True)))
+
+
+@dataclass
+class Cluster:
+    pipeline: Pipeline
+    workers: list[Worker]
+
+    async def ask(self, job: GenerateJob) -> Answer:
+        answer = Answer()
+        async with self.pipeline.run(job, asyncio.get_running_loop().time()) as running:
+            async for tokens in running.tokens():
+                answer.tokens += [token.token_id for token in tokens]
+                answer.logprobs += [token.logprob for token in tokens]
+        return answer
+
+    async def assert_nothing_is_held(self) -> None:
+        """Aborts and releases travel for a moment; then no request, pin, wait or KV lease is left anywhere."""
+        deadline = asyncio.get_running_loop().time() + 10.0
+        while self._held() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  # nothing tells of a release
+            await asyncio.sleep(0.01)
+        assert self._held() == {}
+
+    def _held(self) -> dict[str, float]:
+        held: dict[str, float] = {}
+        for worker in self.workers:
+            gauges = worker.gauges()
+            blocks_in_use = gauges["kv_blocks"] - gauges["kv_blocks_free"]
+            names = (
+                "requests_running",
+                "requests_waiting",
+                "encodes_queued",
+                "item_waits",
+                "leases",
+                "encoder_cache_items_pinned",
+                "streams",
+            )
+            values = {name: gauges[name] for name in names} | {"kv_blocks_in_use": blocks_in_use}
+            held |= {f"{worker.info.worker_id}: {name}": value for name, value in values.items() if value}
+        return held
+
+
+@asynccontextmanager
+async def running_cluster(
+    layout: str, *, block_size: int = 16, chunk: int = 2048, encoder_cache_rows: int = 4096
+) -> AsyncGenerator[Cluster]:
+    roles = ClusterLayout.parse(layout).roles
+    base = EngineConfig(
+        model=resolve_model("demo"),
+        cache=CacheConfig(block_size=block_size, kv_cache_nbytes=64 * 1024**2, encoder_cache_rows=encoder_cache_rows),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk),
+        device=DeviceConfig(device="cpu", num_threads=1),
+    )
+    workers = [Worker(replace(base, role=role, is_alone=len(roles) == 1)) for role in roles]
+    pool = WorkerPool(ClusterLayout.parse(layout))
+    placement = Placement(pool)
+    pipeline = Pipeline(pool, placement, RouterMetrics(), max_in_flight=512)
+    clients = [LocalWorkerClient(worker) for worker in workers]
+    try:
+        for client in clients:
+            pool.join(client)
+        yield Cluster(pipeline, workers)
+    finally:
+        await pipeline.stop()
+        await pool.close()
+        for client in clients:
+            await client.close()

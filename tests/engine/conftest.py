@@ -1,0 +1,20 @@
+"""The oracle of this folder: what plain `transformers` says to fifty mixed requests."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from oracle import Oracle, Wanted
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture(scope="session")
+def wanted(oracle: Oracle) -> list[Wanted]:
+    return oracle.answer_all()

@@ -1,0 +1,408 @@
+"""Scenarios worked by hand on the arithmetic runner: what is computed when, and what is held at the end."""
+
+from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+
+from triptych.engine.arithmetic_runner import Fabric
+from triptych.engine.events import ECNeeded, Encoded, EncodeFailed, Failed, Finished, HandedOver
+from triptych.engine.request import RequestSpec
+from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
+from triptych.output import KVTicket, ModelRunnerOutput, SchedulerOutput
+from triptych.sampling_params import SamplingParams
+
+
+def text(n: int, seed: int = 1) -> list[int]:
+    return [(seed * 37 + 11 * i) % 900 for i in range(n)]
+
+
+def test_a_text_request_gives_the_tokens_worked_by_hand_in_chunks_of_any_size():
+    for chunk in (1, 3, 7, 64):
+        engine = make_engine(is_alone=True, chunk=chunk)
+        engine.add("r", text(13), n=5)
+        engine.run()
+        assert engine.tokens["r"] == wanted(text(13), n=5)
+        assert_nothing_is_held(engine)
+
+
+def test_a_window_is_cut_at_the_first_row_of_an_item_that_is_not_here():
+    engine = make_engine(is_alone=True)
+    item = item_of("cat", 5, 6)
+    engine.add("r", text(20), (item,))
+    output = engine.core.scheduler.schedule()
+    assert output.num_scheduled_tokens == {"r": 5}
+
+
+def test_tokens_before_a_missing_item_are_computed_and_the_rest_when_it_arrives():
+    engine = make_engine(is_alone=True, chunk=4)
+    item = item_of("cat", 5, 6)
+    engine.add("r", text(20), (item,))
+    engine.run()
+    assert "r" not in engine.tokens
+    engine.encode("e", item)
+    engine.run()
+    assert engine.tokens["r"] == wanted(text(20), (item,))
+    assert isinstance(engine.encoded["e"], Encoded)
+    assert_nothing_is_held(engine)
+
+
+def test_a_text_request_passes_one_that_waits_for_its_picture():
+    engine = make_engine(is_alone=True)
+    engine.add("picture", text(20), (item_of("cat", 0, 6),))
+    engine.add("text", text(9, 2))
+    engine.run()
+    assert engine.tokens["text"] == wanted(text(9, 2))
+    assert "picture" not in engine.ends
+
+
+def test_an_item_of_two_requests_is_encoded_once():
+    engine = make_engine(is_alone=True)
+    first, second = item_of("cat", 2, 6), item_of("cat", 7, 6)
+    engine.add("a", text(20), (first,))
+    engine.add("b", text(30, 3), (second,))
+    engine.encode("ea", first)
+    engine.encode("eb", second)
+    engine.run()
+    assert engine.runner.encoded_keys == [first.key]
+    assert engine.tokens["a"] == wanted(text(20), (first,))
+    assert engine.tokens["b"] == wanted(text(30, 3), (second,))
+    assert_nothing_is_held(engine)
+
+
+def test_an_item_in_the_cache_is_neither_prepared_nor_encoded_again():
+    engine = make_engine("E")
+    item = item_of("cat", 0, 6)
+    engine.encode("first", item)
+    engine.run()
+    engine.encode("second", item)
+    engine.step()
+    assert engine.preparations == []
+    assert engine.encoded["second"].was_cached
+    assert engine.encoded["second"].ticket == engine.encoded["first"].ticket
+    assert engine.runner.encoded_keys == [item.key]
+
+
+def test_an_encode_whose_only_caller_left_is_not_started():
+    engine = make_engine("E")
+    engine.encode("e", item_of("cat", 0, 6))
+    engine.step()
+    engine.core.scheduler.abort("e")
+    engine.run()
+    assert engine.runner.encoded_keys == []
+    assert_nothing_is_held(engine)
+
+
+def test_an_encode_goes_on_while_one_of_two_callers_is_left():
+    engine = make_engine("E")
+    item = item_of("cat", 0, 6)
+    engine.encode("left", item)
+    engine.encode("stays", item)
+    engine.step()
+    engine.core.scheduler.abort("left")
+    engine.run()
+    assert set(engine.encoded) == {"stays"}
+
+
+def test_encode_prefill_and_decode_apart_give_the_tokens_of_one_worker():
+    fabric = Fabric()
+    e, p, d = (make_engine(role, fabric=fabric, chunk=7) for role in "EPD")
+    item = item_of("cat", 5, 10)
+    p.add("r", text(30), (item,), n=6, hands_over=True)
+    p.run()
+    e.encode("e", item)
+    e.run()
+    ticket = e.encoded["e"].ticket
+    assert ticket is not None
+    p.core.announce(ticket)
+    p.run()
+    assert isinstance(p.ends["r"], HandedOver)
+    first = p.tokens["r"]
+    d.core.add_request(
+        spec := _moved(text(30), first, (item,), 6, ticket_of(p, "r")),
+    )
+    d.run()
+    assert first + d.tokens[spec.request_id] == wanted(text(30), (item,), 6)
+    e.core.scheduler.release("e")
+    p.core.scheduler.release("r")
+    for engine in (e, p, d):
+        engine.run()
+        assert_nothing_is_held(engine)
+
+
+def _moved(
+    prompt: list[int], generated: list[int], items: tuple[MediaItem, ...], n: int, ticket: KVTicket, name: str = "r"
+) -> RequestSpec:
+    sampling = SamplingParams(max_tokens=n, temperature=0.0)
+    return RequestSpec(name, (*prompt, *generated), len(prompt), sampling, items, kv_ticket=ticket)
+
+
+def test_a_ticket_that_comes_before_its_request_is_not_lost():
+    fabric = Fabric()
+    e, p = make_engine("E", fabric=fabric), make_engine("PD", fabric=fabric)
+    item = item_of("cat", 5, 10)
+    e.encode("e", item)
+    e.run()
+    ticket = e.encoded["e"].ticket
+    assert ticket is not None
+    p.core.announce(ticket)
+    p.run()
+    p.add("r", text(30), (item,))
+    p.run()
+    assert p.tokens["r"] == wanted(text(30), (item,))
+    assert not [event for event in p.events if isinstance(event, ECNeeded)]
+
+
+def test_a_failed_load_asks_for_the_item_again_and_the_request_survives():
+    fabric = Fabric()
+    e, p = make_engine("E", fabric=fabric), make_engine("PD", fabric=fabric)
+    item = item_of("cat", 5, 10)
+    p.add("r", text(30), (item,))
+    e.encode("e", item)
+    e.run()
+    ticket = e.encoded["e"].ticket
+    assert ticket is not None
+    fabric.failures[item.key] = FailureReason.PEER_LOST
+    p.core.announce(ticket)
+    p.run()
+    reasons = [event.reason for event in p.events if isinstance(event, ECNeeded)]
+    assert reasons == [FailureReason.MISSING, FailureReason.PEER_LOST]
+    p.core.announce(ticket)
+    p.run()
+    assert p.tokens["r"] == wanted(text(30), (item,))
+    assert_nothing_is_held(p)
+
+
+def test_a_ticket_of_another_shape_fails_its_request_alone():
+    fabric = Fabric()
+    p = make_engine("PD", fabric=fabric)
+    item = item_of("cat", 5, 10)
+    e = make_engine("E", fabric=fabric)
+    e.encode("e", item)
+    e.run()
+    ticket = e.encoded["e"].ticket
+    assert ticket is not None
+    fabric.failures[item.key] = FailureReason.MISMATCH
+    p.add("r", text(30), (item,))
+    p.add("t", text(9))
+    p.core.announce(ticket)
+    p.run()
+    end = p.ends["r"]
+    assert isinstance(end, Failed)
+    assert (end.type, end.reason) == ("ec_unavailable", FailureReason.MISMATCH)
+    assert p.tokens["t"] == wanted(text(9))
+    assert_nothing_is_held(p)
+
+
+def test_an_item_that_never_comes_fails_its_request_at_its_deadline():
+    engine = make_engine("PD")
+    engine.add("r", text(30), (item_of("cat", 5, 10),))
+    engine.run()
+    engine.clock.now += 9.9
+    engine.run()
+    assert "r" not in engine.ends
+    engine.clock.now += 0.2
+    engine.run()
+    end = engine.ends["r"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.type, end.reason) == (503, "ec_unavailable", FailureReason.TIMEOUT)
+    assert_nothing_is_held(engine)
+
+
+def test_recycled_pages_are_never_delivered():
+    fabric = Fabric()
+    e = make_engine("E", fabric=fabric, encoder_rows=12, lease_s=5.0)
+    p = make_engine("PD", fabric=fabric)
+    item = item_of("cat", 5, 10)
+    e.encode("e", item)
+    e.run()
+    ticket = e.encoded["e"].ticket
+    assert ticket is not None
+    e.clock.now += 6.0  # the lease lapses, and another item takes the pages
+    e.encode("other", item_of("dog", 0, 12))
+    e.run()
+    p.add("r", text(30), (item,))
+    p.core.announce(ticket)
+    p.run()
+    reasons = [event.reason for event in p.events if isinstance(event, ECNeeded)]
+    assert reasons[-1] == FailureReason.STALE
+    assert "r" not in p.tokens
+
+
+def test_a_leased_item_is_not_evicted_and_the_next_encode_waits_for_its_release():
+    e = make_engine("E", encoder_rows=12)
+    e.encode("first", item_of("cat", 0, 10))
+    e.run()
+    e.encode("second", item_of("dog", 0, 10))
+    e.run()
+    assert "second" not in e.encoded
+    e.core.scheduler.release("first")
+    e.run()
+    assert "second" in e.encoded
+
+
+def test_two_requests_whose_pictures_fit_one_at_a_time_both_end():
+    engine = make_engine(is_alone=True, encoder_rows=16, chunk=8)
+    a = (item_of("a1", 1, 10), item_of("a2", 12, 10))
+    b = (item_of("b1", 1, 10), item_of("b2", 12, 10))
+    engine.add("a", text(30), a)
+    engine.add("b", text(30, 2), b)
+    backlog = [a[1], b[0], b[1], a[0]]  # the worst order
+    for round_number in range(40):
+        for index, item in enumerate(backlog):
+            engine.encode(f"e{round_number}-{index}", item)
+        engine.run()
+        backlog = [item for item in (*a, *b) if _is_asked_for(engine, item.key)]
+        if len(engine.ends) == 2:
+            break
+    assert engine.tokens["a"] == wanted(text(30), a)
+    assert engine.tokens["b"] == wanted(text(30, 2), b)
+    assert_nothing_is_held(engine)
+
+
+def _is_asked_for(engine: Engine, key: str) -> bool:
+    asked = [event for event in engine.events if isinstance(event, ECNeeded) and event.key == key]
+    return bool(asked)
+
+
+def test_the_last_in_line_gives_up_its_blocks_and_still_ends_right():
+    engine = make_engine(is_alone=True, num_kv_blocks=8, block_size=4)
+    engine.add("a", text(12), n=12)
+    engine.add("b", text(12, 2), n=12)
+    engine.run()
+    assert engine.tokens["a"] == wanted(text(12), n=12)
+    assert engine.tokens["b"] == wanted(text(12, 2), n=12)
+    assert_nothing_is_held(engine)
+
+
+def test_a_decode_worker_without_blocks_sends_the_last_request_back():
+    fabric = Fabric()
+    p, d = make_engine("P", fabric=fabric), make_engine("D", fabric=fabric, num_kv_blocks=8)
+    for name, seed in (("a", 1), ("b", 2)):
+        p.add(name, text(12, seed), n=12, hands_over=True)
+    p.run()
+    for name, seed in (("a", 1), ("b", 2)):
+        d.core.add_request(_moved(text(12, seed), p.tokens[name], (), 12, ticket_of(p, name), name))
+    d.run()
+    assert p.tokens["a"] + d.tokens["a"] == wanted(text(12), n=12)
+    end = d.ends["b"]
+    assert isinstance(end, Failed)
+    assert (end.type, end.reason) == ("kv_unavailable", FailureReason.EVICTED)
+    assert_nothing_is_held(d)
+
+
+def test_blocks_of_a_request_that_left_during_its_kv_load_come_back_when_the_copy_ends():
+    fabric = Fabric()
+    p, d = make_engine("P", fabric=fabric), make_engine("D", fabric=fabric)
+    p.add("r", text(12), n=4, hands_over=True)
+    p.run()
+    fabric.is_holding = True
+    d.core.add_request(_moved(text(12), p.tokens["r"], (), 4, ticket_of(p, "r")))
+    d.run()
+    d.core.scheduler.abort("r")
+    d.run()
+    held = d.core.scheduler.kv
+    assert held.num_free_blocks < held.num_blocks, "blocks that a copy writes are not free"
+    fabric.is_holding = False
+    d.run()
+    assert_nothing_is_held(d)
+
+
+def test_published_blocks_are_kept_until_the_lease_lapses():
+    p = make_engine("P", lease_s=5.0)
+    p.add("r", text(12), n=4, hands_over=True)
+    p.run()
+    assert p.core.scheduler.kv.num_free_blocks == 61
+    p.clock.now += 5.1
+    p.run()
+    assert_nothing_is_held(p)
+
+
+def test_a_request_that_ends_with_its_first_token_is_not_handed_over():
+    p = make_engine("P")
+    p.add("r", text(12), n=1, hands_over=True)
+    p.run()
+    end = p.ends["r"]
+    assert isinstance(end, Finished)
+    assert end.reason == "length"
+    assert_nothing_is_held(p)
+
+
+def test_a_stop_token_ends_the_request_and_is_not_sent():
+    third = wanted(text(12), n=3)[2]
+    engine = make_engine(is_alone=True)
+    engine.add("r", text(12), n=9, stops=(third,))
+    engine.run()
+    assert engine.tokens["r"] == wanted(text(12), n=2)
+    end = engine.ends["r"]
+    assert isinstance(end, Finished)
+    assert end.reason == "stop"
+
+
+def test_decodes_run_in_every_step_beside_a_long_prompt():
+    engine = make_engine(is_alone=True, chunk=8, num_kv_blocks=200)
+    engine.add("short", text(4), n=30)
+    engine.step()
+    engine.add("long", text(160, 2), n=2)
+    for _ in range(15):
+        before = len(engine.tokens["short"])
+        engine.step()
+        assert len(engine.tokens["short"]) == before + 1
+
+
+def test_an_item_that_cannot_be_prepared_fails_its_callers_alone():
+    engine = make_engine("E")
+    bad, good = item_of("bad", 0, 6), item_of("good", 0, 6)
+    engine.encode("bad", bad)
+    engine.encode("good", good)
+    engine.step()
+    engine.preparations.remove(bad.key)
+    engine.core.scheduler.preparation_failed(bad.key, "not a picture", FailureReason.BAD_MEDIA)
+    engine.run()
+    failures = [event for event in engine.events if isinstance(event, EncodeFailed)]
+    assert [(event.id, event.reason) for event in failures] == [("bad", FailureReason.BAD_MEDIA)]
+    assert "good" in engine.encoded
+
+
+def test_calls_that_a_role_cannot_serve_are_refused_by_name():
+    for role in ("E", "D", "P"):  # P cannot decode, and is not asked to hand over
+        engine = make_engine(role)
+        engine.add("r", text(5))
+        engine.run()
+        end = engine.ends["r"]
+        assert isinstance(end, Failed)
+        assert end.status == 400
+        assert f"role is {role}" in end.message
+
+
+def test_a_request_that_could_never_fit_is_refused_at_once():
+    engine = make_engine(is_alone=True, num_kv_blocks=4)
+    engine.add("r", text(10), n=100)
+    engine.step()
+    end = engine.ends["r"]
+    assert isinstance(end, Failed)
+    assert end.status == 400
+    assert "--kv-cache-mib" in end.message
+    engine = make_engine(is_alone=True, encoder_rows=8)
+    engine.add("r", text(40), (item_of("big", 0, 20),))
+    engine.step()
+    end = engine.ends["r"]
+    assert isinstance(end, Failed)
+    assert "--encoder-cache-rows" in end.message
+
+
+def test_a_step_that_raises_ends_its_own_requests_and_the_engine_goes_on():
+    engine = make_engine(is_alone=True)
+    engine.add("r", text(5))
+    execute = engine.runner.execute_model
+
+    def broken(_: SchedulerOutput) -> ModelRunnerOutput:
+        raise RuntimeError("out of memory")
+
+    engine.runner.execute_model = broken  # type: ignore[method-assign]
+    engine.step()
+    engine.runner.execute_model = execute  # type: ignore[method-assign]
+    end = engine.ends["r"]
+    assert isinstance(end, Failed)
+    assert end.status == 500
+    engine.add("next", text(7))
+    engine.run()
+    assert engine.tokens["next"] == wanted(text(7))

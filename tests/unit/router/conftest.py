@@ -1,0 +1,194 @@
+"""A cluster of fake workers, and the real app in front of one."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+from PIL import Image
+
+from triptych.config import ClusterLayout, MediaConfig, ModelConfig
+from triptych.demo import CHECKPOINT
+from triptych.media.item import MediaItem
+from triptych.models.inspect import resolve_model
+from triptych.router.fake_worker_client import DECODE, ENCODE, FIRST_ID, PREFILL, SPAN, FakeCosts, FakePlane, FakeWorkerClient
+from triptych.router.metrics import RouterMetrics
+from triptych.router.pipeline import Pipeline
+from triptych.router.placement import Placement
+from triptych.router.pool import WorkerPool
+from triptych.router.router import Router, make_app
+from triptych.router.running_request import GenerateJob
+from triptych.router.serving import Serving, ServingLimits, open_serving
+from triptych.sampling_params import SamplingParams
+
+
+def key_of(number: int) -> str:
+    return f"{number:08x}" + "0" * 56
+
+
+def arithmetic(prompt: Sequence[int], items: Sequence[MediaItem], count: int, seed: int = 0) -> list[int]:
+    """The tokens that the fakes' formula gives, from the prompt, the items' keys and nothing else."""
+    row_at = {
+        position: ENCODE * (int(item.key[:8], 16) % 1000) + row
+        for item in items
+        for row, position in enumerate(start + offset for start, length in item.runs for offset in range(length))
+    }
+    kv = sum(PREFILL * (position + 1) * row_at.get(position, token) for position, token in enumerate(prompt))
+    tokens: list[int] = []
+    for index in range(count):
+        tokens.append(FIRST_ID + (kv + seed) % SPAN)
+        kv += DECODE * (len(prompt) + index + 1) * tokens[-1]
+    return tokens
+
+
+@dataclass
+class Cluster:
+    """Workers by name: E0, E1, P0, D0, EPD0 ..."""
+
+    workers: dict[str, FakeWorkerClient]
+    pool: WorkerPool
+    placement: Placement
+    pipeline: Pipeline
+    metrics: RouterMetrics
+
+    def __getitem__(self, name: str) -> FakeWorkerClient:
+        return self.workers[name]
+
+    def add(self, name: str) -> FakeWorkerClient:
+        worker = self.workers[name] = FakeWorkerClient(name, name.rstrip("0123456789"), next(iter(self.workers.values())).plane)
+        self.pool.join(worker)
+        return worker
+
+    async def generate(self, job: GenerateJob) -> list[int]:
+        async with self.pipeline.run(job, asyncio.get_running_loop().time()) as running:
+            return [token.token_id async for batch in running.tokens() for token in batch]
+
+    def assert_idle(self) -> None:
+        """Nothing is left behind."""
+        assert self.pipeline.num_encodes_under_way == 0
+        assert [sum(worker.outstanding.values()) for worker in self.pool.workers] == [0] * len(self.pool.workers)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def _make_cluster(layout: str, *, costs: FakeCosts | None = None, **options: Any) -> Cluster:
+    parsed, plane = ClusterLayout.parse(layout), FakePlane()
+    metrics, pool = RouterMetrics(), WorkerPool(parsed)
+    workers: dict[str, FakeWorkerClient] = {}
+    for role in parsed.roles:
+        name = f"{role}{sum(str(other.role) == str(role) for other in workers.values())}"
+        workers[name] = FakeWorkerClient(name, str(role), plane, costs=costs)
+        pool.join(workers[name])
+    placement = Placement(pool)
+    return Cluster(workers, pool, placement, Pipeline(pool, placement, metrics, **options), metrics)
+
+
+@pytest.fixture
+def make_cluster() -> Callable[..., Cluster]:
+    """`layout`, `costs`, and the pipeline's options. Within a running loop."""
+    return _make_cluster
+
+
+def _make_job(
+    prompt: Sequence[int] = (11, 12, 13), *, pictures: Sequence[int] = (), num_rows: int = 4, name: str = "r", **sampling: Any
+) -> GenerateJob:
+    token_ids, items = list(prompt), list[MediaItem]()
+    for number in pictures:
+        items.append(MediaItem(key_of(number), "image", ((len(token_ids), num_rows),), num_rows, (1, 4, 4)))
+        token_ids += [5] * num_rows + [20 + number]
+    media = {key_of(number): b"picture %d" % number for number in pictures}
+    return GenerateJob(name, tuple(token_ids), SamplingParams(max_tokens=6, **sampling), tuple(items), media)
+
+
+@pytest.fixture
+def make_job() -> Callable[..., GenerateJob]:
+    """A prompt, then each picture as `num_rows` placeholders and one token."""
+    return _make_job
+
+
+@pytest.fixture
+def expected() -> Callable[[GenerateJob], list[int]]:
+    return lambda job: arithmetic(job.token_ids, job.items, job.sampling.max_tokens, job.sampling.seed)
+
+
+# --- the app ---
+
+
+@dataclass
+class Served:
+    """The app on a loopback port. `workers` by name."""
+
+    url: str
+    workers: dict[str, FakeWorkerClient]
+    serving: Serving
+    session: aiohttp.ClientSession
+
+    async def post(self, body: Any, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            is_json = response.headers["content-type"].startswith("application/json")
+            return response.status, await response.json() if is_json else await response.text()
+
+    async def stream(self, body: dict[str, Any]) -> list[str]:
+        """What follows each `data: `."""
+        async with self.session.post(self.url + "/v1/chat/completions", json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            text = await response.text()
+        return [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> ModelConfig:
+    return resolve_model(CHECKPOINT, name="demo")
+
+
+@asynccontextmanager
+async def _serve(
+    model: ModelConfig, layout: str, *, present: Sequence[str] | None = None, **limits: Any
+) -> AsyncGenerator[Served]:
+    parsed, plane = ClusterLayout.parse(layout), FakePlane()
+    async with open_serving(model, parsed, MediaConfig(), ServingLimits(**limits)) as serving:
+        workers: dict[str, FakeWorkerClient] = {}
+        for role in present if present is not None else [str(role) for role in parsed.roles]:
+            name = f"{role}{sum(str(other.role) == role for other in workers.values())}"
+            workers[name] = FakeWorkerClient(name, role, plane)
+            serving.pool.join(workers[name])
+        app = make_app(Router(serving, "demo", model.max_model_len, max_body_nbytes=200_000))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning"))
+        listener = socket.create_server(("127.0.0.1", 0))  # connections wait in its backlog until the server is up
+        port = listener.getsockname()[1]
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        async with aiohttp.ClientSession() as session:
+            yield Served(f"http://127.0.0.1:{port}", workers, serving, session)
+        server.should_exit = True
+        await task
+
+
+@pytest.fixture
+def serve(demo_model: ModelConfig) -> Callable[..., AbstractAsyncContextManager[Served]]:
+    """`layout`, `present` (roles that have joined; all by default), and the limits of `ServingLimits`."""
+
+    def open(layout: str, **options: Any) -> AbstractAsyncContextManager[Served]:
+        return _serve(demo_model, layout, **options)
+
+    return open
+
+
+@pytest.fixture
+def png() -> Callable[..., bytes]:
+    def make(size: tuple[int, int] = (112, 112), colour: tuple[int, int, int] = (200, 30, 30)) -> bytes:
+        buffer = BytesIO()
+        Image.new("RGB", size, colour).save(buffer, "PNG")
+        return buffer.getvalue()
+
+    return make

@@ -1,0 +1,147 @@
+"""Rendering, against transformers' own tokenizer and template code on the demo checkpoint."""
+
+import asyncio
+import base64
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from triptych.config import MediaConfig, ModelConfig
+from triptych.demo import CHECKPOINT
+from triptych.errors import RequestError, TooLargeError
+from triptych.models.inspect import resolve_model
+from triptych.router.render import ChatMessage, MediaPart, RenderedPrompt, Renderer, TextPart
+
+ORACLE: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+IMAGE_PAD, VISION_START, VISION_END = (ORACLE.convert_tokens_to_ids(name) for name in SPECIAL[5:2:-2] + SPECIAL[4:5])
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Renderer(resolve_model(CHECKPOINT), MediaConfig(max_items=3), executor)
+
+
+def render(renderer: Renderer, *messages: ChatMessage) -> RenderedPrompt:
+    async def run() -> RenderedPrompt:
+        async with aiohttp.ClientSession() as session:
+            return await renderer.render(messages, session)
+
+    return asyncio.run(run())
+
+
+def oracle(*messages: dict[str, Any]) -> list[int]:
+    return list(ORACLE.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=False))
+
+
+TEXTS = st.text(max_size=60) | st.text("<|>imstar_end \n", max_size=40)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS), min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_any_text_without_special_tokens_has_transformers_ids(turns: list[tuple[str, str]]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        renderer = _RENDERERS.setdefault("demo", Renderer(resolve_model(CHECKPOINT), MediaConfig(), executor))
+        messages = [renderer._to_template(ChatMessage(role, text)) for role, text in turns]  # pyright: ignore[reportPrivateUsage]
+        ids = renderer.tokenizer.encode(renderer._template.render(messages))  # pyright: ignore[reportPrivateUsage]
+    assert list(ids) == oracle(*({"role": role, "content": text} for role, text in turns))
+
+
+_RENDERERS: dict[str, Renderer] = {}
+
+
+@pytest.mark.parametrize("token", SPECIAL)
+@pytest.mark.parametrize("frame", ["{}", "before {} behind", "{}{}", "x{}\n{}y"])
+def test_a_users_text_never_becomes_a_special_token_and_loses_nothing(token: str, frame: str, renderer: Renderer) -> None:
+    text = frame.replace("{}", token)
+    ids = render(renderer, ChatMessage("user", text)).token_ids
+    plain = render(renderer, ChatMessage("user", "X")).token_ids
+    special = set(ORACLE.all_special_ids)
+    assert [id for id in ids if id in special] == [id for id in plain if id in special]
+    assert ORACLE.decode(ids) == ORACLE.decode(plain).replace("X", text)
+
+
+@pytest.mark.parametrize("parts", [("<|im_", "start|>"), ("a<|im_end", "|>b"), ("<", "|im_end|>"), ("<|im_start|", "> hello")])
+def test_two_parts_cannot_be_joined_to_a_special_token(parts: tuple[str, str], renderer: Renderer) -> None:
+    ids = render(renderer, ChatMessage("user", tuple(TextPart(part) for part in parts))).token_ids
+    assert [id for id in ids if id in set(ORACLE.all_special_ids)] == [
+        ORACLE.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>", "<|im_start|>")
+    ]
+
+
+def test_pictures_become_as_many_placeholders_as_they_have_rows(renderer: Renderer, png: Callable[..., bytes]) -> None:
+    small, large = png((112, 112)), png((168, 112))  # 4 x 4 and 6 x 4 rows of 28 x 28 pixels
+    message = ChatMessage("user", (MediaPart("image", small), MediaPart("image", large), TextPart("which is larger?")))
+    prompt = render(renderer, message)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "which is larger?"}]
+    wanted = list[int]()
+    counts = iter([16, 24])
+    for id in oracle({"role": "user", "content": content}):
+        wanted += [id] * next(counts) if id == IMAGE_PAD else [id]
+    assert list(prompt.token_ids) == wanted
+    assert [item.num_rows for item in prompt.items] == [16, 24]
+    assert [item.grid for item in prompt.items] == [(1, 8, 8), (1, 8, 12)]
+    for item in prompt.items:
+        ((start, length),) = item.runs
+        assert set(prompt.token_ids[start : start + length]) == {IMAGE_PAD}
+        assert (prompt.token_ids[start - 1], prompt.token_ids[start + length]) == (VISION_START, VISION_END)
+    assert [prompt.media[item.key] for item in prompt.items] == [small, large]
+
+
+def test_a_placeholder_in_a_users_text_is_no_picture_and_the_real_one_keeps_its_place(
+    renderer: Renderer, png: Callable[..., bytes]
+) -> None:
+    message = ChatMessage("user", (MediaPart("image", png()), TextPart("say <|vision_start|><|image_pad|><|vision_end|> twice")))
+    prompt = render(renderer, message)
+    assert prompt.token_ids.count(IMAGE_PAD) == 16
+    ((start, length),) = prompt.items[0].runs
+    assert set(prompt.token_ids[start : start + length]) == {IMAGE_PAD}
+    assert "say <|vision_start|><|image_pad|><|vision_end|> twice" in ORACLE.decode(prompt.token_ids)
+
+
+def test_data_urls_and_bytes_are_the_same_picture_under_one_key(renderer: Renderer, png: Callable[..., bytes]) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    prompts = [render(renderer, ChatMessage("user", (MediaPart("image", source),))) for source in (png(), url)]
+    assert prompts[0] == prompts[1]
+    assert len(prompts[0].items[0].key) == 64
+
+
+def test_other_pixels_or_another_tenant_have_other_keys(
+    renderer: Renderer, png: Callable[..., bytes], demo_model: ModelConfig
+) -> None:
+    def key(renderer: Renderer, data: bytes) -> str:
+        return render(renderer, ChatMessage("user", (MediaPart("image", data),))).items[0].key
+
+    with ThreadPoolExecutor(1) as executor:
+        tenant = Renderer(demo_model, MediaConfig(), executor, salt="tenant")
+        other_weights = Renderer(replace(demo_model, weights_digest="other"), MediaConfig(), executor)
+        keys = {
+            key(renderer, png()),
+            key(renderer, png(colour=(0, 0, 1))),
+            key(tenant, png()),
+            key(other_weights, png()),
+        }
+    assert len(keys) == 4
+
+
+def test_too_many_items_and_unknown_modalities_are_refused(renderer: Renderer, png: Callable[..., bytes]) -> None:
+    with pytest.raises(RequestError, match="4 media items; at most 3"):
+        render(renderer, ChatMessage("user", (MediaPart("image", png()),) * 4))
+    with pytest.raises(RequestError, match="takes no audio"):
+        render(renderer, ChatMessage("user", (MediaPart("audio", b""),)))
+
+
+def test_media_in_a_place_where_the_template_drops_it_is_an_error(renderer: Renderer, png: Callable[..., bytes]) -> None:
+    source = renderer._template  # pyright: ignore[reportPrivateUsage]
+    assert "image" in source.source
+    big = MediaPart("image", b"\x00" * (33 * 1024**2))
+    with pytest.raises(TooLargeError):
+        render(renderer, ChatMessage("user", (big,)))

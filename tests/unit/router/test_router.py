@@ -1,0 +1,346 @@
+"""The real app on a loopback port, with fake workers behind it."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+
+from triptych.demo import CHECKPOINT
+from triptych.errors import OverloadedError
+from triptych.router.fake_worker_client import FakeCosts
+from triptych.router.options import RouterOptions
+
+Serve = Callable[..., Any]
+TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+
+def chat(text: str = "what colour is the circle?", **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 5,
+        "temperature": 0,
+        "seed": 1,
+    } | fields
+
+
+def picture_chat(*pictures: bytes, **fields: Any) -> dict[str, Any]:
+    urls = ["data:image/png;base64," + base64.b64encode(picture).decode() for picture in pictures]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return chat(**fields) | {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}]}
+
+
+def says(served: Any, text: str) -> list[int]:
+    """Make every worker answer `text` and stop."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    for worker in served.workers.values():
+        worker.script, worker.end_after = tuple(ids), len(ids)
+    return ids
+
+
+async def test_an_answer_has_openais_shape(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        says(served, "red circle")
+        status, answer = await served.post(chat(max_tokens=50))
+        (choice,) = answer["choices"]
+        assert status == 200
+        assert answer["object"] == "chat.completion"
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["model"] == "demo"
+        assert choice["message"] == {"role": "assistant", "content": "red circle", "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert choice["logprobs"] is None
+
+
+async def test_usage_counts_the_prompt_the_answer_and_the_pictures_rows(serve: Serve, png: Callable[..., bytes]) -> None:
+    async with serve("E1P1D1") as served:
+        _, answer = await served.post(picture_chat(png((112, 112)), max_tokens=3))
+        (request,) = served.workers["P0"].record.generates
+        assert answer["usage"] == {
+            "prompt_tokens": len(request.token_ids),
+            "completion_tokens": 3,
+            "total_tokens": len(request.token_ids) + 3,
+            "prompt_tokens_details": {"image_tokens": 16},  # 112 x 112 pixels in rows of 28 x 28
+        }
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_picture_reaches_the_encode_worker_as_it_was_sent(serve: Serve, png: Callable[..., bytes]) -> None:
+    async with serve("E1P1D1") as served:
+        await served.post(picture_chat(png()))
+        assert served.workers["E0"].record.media == [png()]
+
+
+async def test_a_stream_starts_with_the_role_and_ends_with_reason_usage_and_done(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        says(served, "red circle")
+        events = await served.stream(chat(max_tokens=50, stream_options={"include_usage": True}))
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert events[-1] == "[DONE]"
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        text = "".join(choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"])
+        assert text == "red circle"
+        assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]] == ["stop"]
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == len(TOKENIZER.encode("red circle", add_special_tokens=False).ids)
+        assert set(chunks[-2]["timing"]) >= {"prefill", "decode", "router"}
+
+
+async def test_tokens_arrive_one_by_one(serve: Serve) -> None:
+    async with serve("PD1") as served:
+        ids = says(served, "red circle, blue square")
+        events = await served.stream(chat(max_tokens=50))
+        assert len(events) == 1 + len(ids) + 1 + 1  # role, tokens, reason, [DONE]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_and_the_work(stream: bool, serve: Serve) -> None:
+    async with serve("PD1") as served:
+        ids = says(served, "red circle, blue square")
+        served.workers["PD0"].costs = FakeCosts(decode_s=0.001)
+        body = chat(max_tokens=50, stop=[", blue", "zzz"], stream_options={"include_usage": True} if stream else None)
+        if stream:
+            chunks = [json.loads(event) for event in (await served.stream(body))[:-1]]
+            text = "".join(choice["delta"]["content"] or "" for chunk in chunks for choice in chunk["choices"])
+            usage, reason = chunks[-1]["usage"], chunks[-2]["choices"][0]["finish_reason"]
+        else:
+            _, answer = await served.post(body)
+            text = answer["choices"][0]["message"]["content"]
+            usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
+        assert (text, reason) == ("red circle", "stop")
+        until_stop = next(count for count in range(len(ids)) if ", blue" in TOKENIZER.decode(ids[:count]))
+        assert usage["completion_tokens"] == until_stop
+        assert len(served.workers["PD0"].record.aborted) == 1
+
+
+async def test_logprobs_are_named_tokens(serve: Serve) -> None:
+    async with serve("PD1") as served:
+        ids = says(served, "red")
+        _, answer = await served.post(chat(logprobs=True, top_logprobs=2, max_tokens=50))
+        entries = answer["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in entries] == [TOKENIZER.decode([id]) for id in ids]
+        assert entries[0]["bytes"] == list(TOKENIZER.decode([ids[0]]).encode())
+        assert entries[0]["top_logprobs"][1] == {
+            "token": TOKENIZER.decode([7]),
+            "logprob": -2.0,
+            "bytes": list(TOKENIZER.decode([7]).encode()),
+        }
+        assert served.workers["PD0"].record.generates[0].sampling_params.logprobs == 2
+
+
+async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callable[..., bytes]) -> None:
+    async with serve("E1P1D1") as served:
+        for worker in served.workers.values():
+            worker.costs = FakeCosts(encode_s=0.05, prefill_s=0.03, decode_s=0.01, transfer_s=0.02)
+        started = asyncio.get_running_loop().time()
+        _, answer = await served.post(picture_chat(png(), max_tokens=3))
+        elapsed_ms = (asyncio.get_running_loop().time() - started) * 1000
+        timing = answer["timing"]
+        assert set(timing) == {
+            "preprocess", "encode_queue", "encode", "ec_transfer", "prefill_queue", "prefill", "kv_transfer", "decode", "router"
+        }  # fmt: skip
+        assert timing["encode"] == pytest.approx(50, abs=5)
+        assert timing["prefill"] == pytest.approx(30, abs=0.01)
+        assert timing["kv_transfer"] == pytest.approx(20, abs=0.01)
+        assert timing["decode"] == pytest.approx(20, abs=0.01)
+        assert 140 <= sum(timing.values()) <= elapsed_ms
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "sentence"),
+    [
+        ({"n": 2}, "n", "one answer per request"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"max_token": 3}, "max_token", "did you mean 'max_tokens'"),
+        ({"temperature": 3}, "temperature", "at most 2"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"min_tokens": 9}, "min_tokens", "at most 5"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ""}, "stop", "1 to 1024"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "root", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user", "content": [{"type": "txt", "text": "x"}]}]}, "messages.0.content.0", "image_url"),
+        ({"messages": "hello"}, "messages", "list"),
+        ({"max_tokens": 5000}, None, "context of 4096"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ],
+)  # fmt: skip
+async def test_a_clients_mistake_is_a_400_that_says_what_and_where(
+    fields: dict[str, Any], param: str | None, sentence: str, serve: Serve
+) -> None:
+    async with serve("P1D1") as served:
+        status, answer = await served.post(chat(**fields))
+        assert status == 400
+        assert answer["error"]["type"] == "invalid_request_error"
+        assert answer["error"]["param"] == param
+        assert sentence in answer["error"]["message"]
+        assert served.workers["P0"].record.generates == []
+
+
+async def test_neutral_values_of_unsupported_fields_are_taken(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        neutral: dict[str, Any] = {
+            "n": 1,
+            "tools": None,
+            "tool_choice": "auto",
+            "response_format": {"type": "text"},
+            "frequency_penalty": 0.0,
+            "user": "me",
+        }
+        status, _ = await served.post(chat(**neutral))
+        assert status == 200
+
+
+async def test_other_errors_have_the_same_shape(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        status, answer = await served.post(chat(model="gpt-9"))
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        status, answer = await served.post(chat(text="x" * 300_000))
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+        status, answer = await served.get("/v1/nothing")
+        assert status == 404
+        assert "/v1/nothing" in answer["error"]["message"]
+        async with served.session.post(served.url + "/v1/chat/completions", data=b"{not json") as response:
+            assert response.status == 400
+            assert "not valid JSON" in (await response.json())["error"]["message"]
+
+
+async def test_a_picture_without_encode_workers_in_the_layout_is_refused_with_the_remedy(
+    serve: Serve, png: Callable[..., bytes]
+) -> None:
+    async with serve("P1D1") as served:
+        status, answer = await served.post(picture_chat(png()))
+        assert status == 400
+        assert "--encode 1" in answer["error"]["message"]
+
+
+async def test_an_item_larger_than_an_encoder_cache_names_the_setting(serve: Serve, png: Callable[..., bytes]) -> None:
+    async with serve("E1P1D1") as served:
+        # 1792 x 448 pixels become 64 x 16 = 1024 rows; the fakes hold 4096, so one is replaced by a smaller one
+        worker = next(worker for worker in served.serving.pool.workers if worker.id == "E0")
+        worker.info = msgspec.structs.replace(worker.info, encoder_cache_rows=1023)
+        status, answer = await served.post(picture_chat(png((1792, 448))))
+        assert status == 400
+        assert "1024 rows" in answer["error"]["message"]
+        assert "--encoder-cache-rows" in answer["error"]["message"]
+
+
+async def test_broken_pictures_and_foreign_urls_are_400(serve: Serve) -> None:
+    async with serve("E1P1D1") as served:
+        status, answer = await served.post(picture_chat(b"no picture"))
+        assert status == 400
+        assert "picture" in answer["error"]["message"]
+        body = chat() | {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}]}]
+        }
+        status, answer = await served.post(body)
+        assert status == 400
+        assert "--allow-media-domain" in answer["error"]["message"]
+
+
+async def test_full_is_429_with_retry_after(serve: Serve) -> None:
+    async with serve("PD1") as served:
+        served.workers["PD0"].faults.generates.append(OverloadedError("full", retry_after_s=3.0))
+        async with served.session.post(served.url + "/v1/chat/completions", json=chat()) as response:
+            assert response.status == 429
+            assert response.headers["retry-after"] == "3"
+
+
+async def test_a_missing_stage_is_503_and_health_names_it(serve: Serve, png: Callable[..., bytes]) -> None:
+    async with serve("E1P1D1", present=["P", "D"]) as served:
+        status, answer = await served.get("/health")
+        assert (status, answer) == (503, {"status": "unavailable", "missing": ["encode"]})
+        status, answer = await served.post(picture_chat(png()))
+        assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "ec_unavailable", "no_worker")
+        status, _ = await served.post(chat())
+        assert status == 200
+
+
+async def test_health_is_ok_with_every_stage_of_the_layout(serve: Serve) -> None:
+    for layout in ("E1P1D1", "P1D1", "EPD1"):
+        async with serve(layout) as served:
+            assert await served.get("/health") == (200, {"status": "ok", "missing": []})
+
+
+async def test_an_error_after_the_first_byte_is_an_event_and_then_the_end(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        served.workers["D0"].faults.die_after_tokens = 2
+        events = await served.stream(chat())
+        assert json.loads(events[-2])["error"]["type"] == "worker_unavailable"
+        assert events[-1] == "[DONE]"
+
+
+async def test_a_client_that_leaves_a_stream_or_waits_no_longer_aborts_it(serve: Serve) -> None:
+    async with serve("PD1") as served:
+        worker = served.workers["PD0"]
+        worker.costs = FakeCosts(decode_s=0.02)
+        worker.end_after = 10**6
+        response = await served.session.post(served.url + "/v1/chat/completions", json=chat(stream=True, max_tokens=3000))
+        await response.content.readany()
+        response.close()
+        await until(lambda: len(worker.record.aborted) == 1)
+
+        worker.hang()
+        waiting = asyncio.create_task(served.post(chat()))
+        await until(lambda: len(worker.record.generates) == 2)
+        waiting.cancel()
+        await until(lambda: len(worker.record.aborted) == 2)
+        await until(lambda: served.serving.pipeline.num_in_flight == 0)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Poll, since what is waited for happens behind a socket; the test's time limit bounds it."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110 (nothing there could set an event)
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_past_its_deadline_is_504(serve: Serve) -> None:
+    async with serve("PD1", request_timeout_s=0.05) as served:
+        served.workers["PD0"].hang()
+        status, answer = await served.post(chat())
+        assert (status, answer["error"]["type"]) == (504, "deadline_exceeded")
+        assert "prefill at PD0" in answer["error"]["message"]
+
+
+async def test_models_workers_and_metrics(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        await served.post(chat())
+        status, models = await served.get("/v1/models")
+        assert (status, [card["id"] for card in models["data"]]) == (200, ["demo"])
+        _, workers = await served.get("/workers")
+        assert [(worker["id"], worker["role"], worker["state"]) for worker in workers["workers"]] == [
+            ("P0", "P", "ready"),
+            ("D0", "D", "ready"),
+        ]
+        _, text = await served.get("/metrics")
+        assert 'triptych_requests_total{outcome="length",status="200"} 1.0' in text
+        assert 'triptych_workers{role="P",state="ready"} 1.0' in text
+        assert "triptych_ttft_seconds_count 1.0" in text
+
+
+async def test_registering_what_is_no_worker_is_refused(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        status, answer = await served.post({"url": "file:///etc/passwd"}, path="/workers")
+        assert status == 400
+        assert "http" in answer["error"]["message"]
+        status, _ = await served.post({"url": served.url}, path="/workers")  # the router itself: no info route
+        assert status == 400
+        status, _ = await served.post({"url": "http://127.0.0.1:9"}, path="/workers")
+        assert status == 503
+
+
+def test_options_leave_room_for_the_largest_picture_in_base64() -> None:
+    options = RouterOptions(model=CHECKPOINT)
+    assert options.max_body_nbytes > options.media.max_media_nbytes * 4 / 3

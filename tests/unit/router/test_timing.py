@@ -1,0 +1,86 @@
+"""Where the time went: examples worked by hand, in seconds in and milliseconds out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.engine.events import StageTimings
+from triptych.router.timing import EncodeTimes, Stay, Stopwatch, Timing, break_down
+
+ENCODE = StageTimings(preprocess_s=0.010, encode_queue_s=0.005, encode_s=0.030)  # 45 ms
+
+
+def test_a_wait_longer_than_the_encode_leaves_the_rest_to_transfer() -> None:
+    prefill = StageTimings(ec_wait_s=0.050, prefill_queue_s=0.002, prefill_s=0.020)
+    decode = StageTimings(kv_transfer_s=0.003, decode_queue_s=0.001, decode_s=0.040)
+    timing = break_down(0.125, [(prefill, EncodeTimes(ENCODE)), (decode, EncodeTimes())])
+    assert timing == Timing(
+        preprocess=10, encode_queue=5, encode=30, ec_transfer=5, prefill_queue=2, prefill=20, kv_transfer=3, decode=41, router=9
+    )
+
+
+def test_an_encode_that_began_beside_prefill_counts_only_from_where_prefill_waited() -> None:
+    # 45 ms of encode, of which prefill waited for the last 32: the first 13 (10 preprocess, 3 queue) cost nothing
+    prefill = StageTimings(ec_wait_s=0.032, prefill_s=0.030)
+    timing = break_down(0.070, [(prefill, EncodeTimes(ENCODE))])
+    assert (timing.preprocess, timing.encode_queue, timing.encode, timing.ec_transfer) == (0, 2, 30, 0)
+    assert timing.router == 8
+
+
+def test_an_item_that_was_there_already_costs_nothing() -> None:
+    timing = break_down(0.030, [(StageTimings(prefill_s=0.030), EncodeTimes(ENCODE))])
+    assert timing == Timing(prefill=30)
+
+
+def test_a_tower_that_ran_in_the_step_that_prefilled_gets_its_share_of_it() -> None:
+    # one engine thread: waited 15 ms for pixels, then a step of 50 ms, of which the tower took 30
+    prefill = StageTimings(ec_wait_s=0.015, prefill_s=0.050)
+    timing = break_down(0.065, [(prefill, EncodeTimes(ENCODE, is_local=True))])
+    assert timing == Timing(preprocess=10, encode_queue=5, encode=30, prefill=20)
+
+
+def test_stays_at_several_workers_add_up() -> None:
+    stays = [(StageTimings(prefill_s=0.010, decode_s=0.020), EncodeTimes())] * 2
+    assert break_down(0.1, stays) == Timing(prefill=20, decode=40, router=40)
+
+
+def test_parts_beyond_the_total_are_cut_from_the_end() -> None:
+    timing = break_down(0.050, [(StageTimings(prefill_s=0.040, decode_s=0.040), EncodeTimes())])
+    assert timing == Timing(prefill=40, decode=10, router=0)
+
+
+seconds = st.floats(0, 100, allow_nan=False)
+
+
+@given(seconds, st.lists(st.tuples(*[seconds] * 9, st.booleans()), max_size=3))
+def test_the_parts_always_sum_to_the_total_and_none_is_negative(total_s: float, stays: list[tuple[float, ...]]) -> None:
+    given_stays = [
+        (
+            StageTimings(
+                ec_wait_s=stay[0], prefill_queue_s=stay[1], prefill_s=stay[2], kv_transfer_s=stay[3], decode_queue_s=stay[4], decode_s=stay[5]
+            ),
+            EncodeTimes(StageTimings(preprocess_s=stay[6], encode_queue_s=stay[7], encode_s=stay[8]), is_local=bool(stay[9])),
+        )
+        for stay in stays
+    ]  # fmt: skip
+    parts = break_down(total_s, given_stays).to_dict()
+    assert sum(parts.values()) == pytest.approx(total_s * 1000, abs=0.01)
+    assert min(parts.values()) >= 0
+
+
+def test_without_a_report_the_routers_own_view_stands_in() -> None:
+    # sent at 1, encode of 45 ms answered, first token at 1.2, ended by a stop string at 1.5
+    stay = Stay(is_prefill=True, started_at=1.0, first_token_at=1.2, encodes=[EncodeTimes(ENCODE)])
+    timings = stay.timings(now=1.5)
+    assert timings.ec_wait_s == pytest.approx(0.045)
+    assert timings.prefill_s == pytest.approx(0.155)
+    assert timings.decode_s == pytest.approx(0.3)
+
+
+def test_the_item_that_came_last_is_the_critical_one() -> None:
+    stopwatch = Stopwatch(0.0)
+    stopwatch.begin(is_prefill=True, now=0.0)
+    stopwatch.add_encode(StageTimings(encode_s=9.0), is_local=False)
+    stopwatch.add_encode(StageTimings(encode_s=1.0), is_local=False)
+    stopwatch.stays[0].reported = StageTimings(ec_wait_s=1.0)
+    assert stopwatch.timing(now=1.0) == Timing(encode=1000.0)
