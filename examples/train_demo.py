@@ -13,7 +13,6 @@ What makes it learn on one processor core in an hour rather than in a day:
 * One picture of one size comes first, several sizes and several pictures later.
 """
 
-import json
 import math
 import time
 from collections import defaultdict
@@ -35,14 +34,15 @@ from torch.nn import functional
 from transformers import AutoImageProcessor, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import rotate_half
 
+from triptych.demo import CHECKPOINT
 from triptych.demo.pictures import COLOURS, KINDS, NUMBERS, Picture, draw, questions_about, random_picture
 
 Layout = tuple[tuple[int, int], ...]  # the size (width, height) of each picture of a prompt
 Model = Any  # a Qwen2_5_VLForConditionalGeneration: what it is made of has no types
 
 SPECIAL = [f"<|{name}|>" for name in ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")]
-PAD, IM_START, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = range(len(SPECIAL))
-VOCABULARY, CONTEXT = 1024, 4096
+IMAGE = SPECIAL.index("<|image_pad|>")
+VOCABULARY = 1024
 PATCH, MERGE = 14, 2
 CELL = PATCH * MERGE  # pixels that one row of embedding stands for, in each direction
 WINDOW = 112 // CELL  # rows of embedding along one side of an attention window
@@ -55,32 +55,15 @@ NUMBER_WEIGHT = 0.2
 REPORT, SAVE = 50, 100  # steps
 QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# The pictures of a message come before its text, wherever the client put them: that is the order of the training
-# prompts. Every picture is announced by its number in the conversation, so that a question can name it.
-CHAT_TEMPLATE = """\
-{%- set words = ['one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine'] -%}
-{%- set seen = namespace(pictures=0) -%}
-{%- for message in messages -%}
-  {{- '<|im_start|>' + message['role'] + '\\n' -}}
-  {%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}
-    {%- for part in message['content'] -%}
-      {%- if part['type'] in ('image', 'image_url') -%}
-        {{- 'picture ' + (words[seen.pictures] if seen.pictures < 9 else (seen.pictures + 1) | string) + ':' -}}
-        {{- '<|vision_start|><|image_pad|><|vision_end|>\\n' -}}
-        {%- set seen.pictures = seen.pictures + 1 -%}
-      {%- elif part['type'] in ('video', 'video_url') -%}
-        {{- 'video:<|vision_start|><|video_pad|><|vision_end|>\\n' -}}
-      {%- endif -%}
-    {%- endfor -%}
-    {%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}{%- endif -%}{%- endfor -%}
-  {%- endif -%}
-  {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
-
-
-# The folder: everything but the weights.
+# Written by hand: the shipped ones are the source. The template puts the pictures of a message before its text, wherever
+# the client put them, and announces each by its number: that is the order of the training prompts.
+HAND_WRITTEN = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer_config.json",
+)
 
 
 def write_tokenizer(out: Path) -> None:
@@ -100,48 +83,6 @@ def write_tokenizer(out: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([*lines, *(topics[name] for name in sorted(topics))], trainer)
     tokenizer.save(str(out / "tokenizer.json"))
-    config = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False}
-    config |= {"eos_token": SPECIAL[IM_END], "pad_token": SPECIAL[PAD], "model_max_length": CONTEXT}
-    config |= {"extra_special_tokens": [SPECIAL[i] for i in (IM_START, VISION_START, VISION_END, IMAGE, VIDEO)]}
-    write_json(out / "tokenizer_config.json", config)
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-
-
-def write_configs(out: Path) -> None:
-    """What transformers and vLLM read beside the weights and the tokenizer."""
-    text = {"hidden_size": 192, "intermediate_size": 416, "num_hidden_layers": 4, "initializer_range": 0.05}
-    text |= {"num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": CONTEXT}
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
-    text |= {"vocab_size": VOCABULARY, "bos_token_id": PAD, "eos_token_id": IM_END, "pad_token_id": PAD}
-    vision = {"hidden_size": 128, "intermediate_size": 256, "depth": 4, "num_heads": 4, "initializer_range": 0.05}
-    vision |= {"patch_size": PATCH, "temporal_patch_size": 2, "spatial_merge_size": MERGE, "tokens_per_second": 2}
-    vision |= {"window_size": WINDOW * CELL, "fullatt_block_indexes": [1, 3], "out_hidden_size": text["hidden_size"]}
-    config: Any = Qwen2_5_VLConfig(
-        text_config={**text, "tie_word_embeddings": True},
-        vision_config=vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=True,
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        dtype="float32",
-    )
-    config.save_pretrained(out)
-    generation = {"do_sample": False, "bos_token_id": PAD, "eos_token_id": [IM_END, PAD], "pad_token_id": PAD}
-    write_json(out / "generation_config.json", generation)
-    fewest, most = 4 * CELL**2, 1024 * CELL**2  # pixels: 4 to 1,024 rows of embedding
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor"}
-    processor |= {"do_convert_rgb": True, "do_resize": True, "do_rescale": True, "do_normalize": True}
-    processor |= {"resample": 3, "rescale_factor": 1 / 255, "image_mean": MEAN, "image_std": STD}
-    processor |= {"patch_size": PATCH, "temporal_patch_size": 2, "merge_size": MERGE}
-    processor |= {"min_pixels": fewest, "max_pixels": most, "size": {"shortest_edge": fewest, "longest_edge": most}}
-    write_json(out / "preprocessor_config.json", processor)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Indented, with a last newline."""
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 # Batches: prompts of one layout, cut into tensors.
@@ -352,16 +293,17 @@ STAGES = (
     Stage("rows", 300, (4e-3, 3e-3), is_answering=False),
     Stage("one picture", 200, (4e-3, 4e-3)),
     Stage("several small pictures", 500, (3e-3, 3e-3), counts=(1, 2, 2, 3)),
-    Stage("several pictures", 600, (3e-3, 3e-3), SIDES, (1, 2, 3)),
-    Stage("last", 900, (3e-3, 0.0), SIDES, (1, 2, 3)),
+    Stage("several pictures", 400, (3e-3, 3e-3), SIDES, (1, 2, 3)),
+    Stage("last", 1200, (3e-3, 0.0), SIDES, (1, 2, 2, 3, 3)),
 )
 
 
 def train(out: Path, minutes: float) -> None:
     """Runs the stages, or what is left of them; writes the checkpoint every now and then and at the end."""
     out.mkdir(parents=True, exist_ok=True)
+    for name in HAND_WRITTEN:
+        (out / name).write_bytes((CHECKPOINT / name).read_bytes())
     write_tokenizer(out)
-    write_configs(out)
     torch.manual_seed(0)
     model: Model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(out))
     batcher = Batcher(out, model)

@@ -162,6 +162,8 @@ class _LoopThread:
             raise
 
     def close(self) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self.run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -2,8 +2,8 @@
 
 One engine step is `Scheduler.schedule() -> SchedulerOutput -> ModelRunner.execute_model() -> ModelRunnerOutput ->
 Scheduler.update()`. The scheduler decides (which tokens, which blocks, which pages, which loads), the runner obeys. Within one step the
-runner applies a `SchedulerOutput` in this order: freed pages and blocks, finished requests, new requests, cached requests, connector
-loads, encodes, forward, connector saves.
+runner applies a `SchedulerOutput` in this order: freed pages and blocks, connector loads, finished requests, new requests, cached
+requests, encodes, forward, connector saves.
 
 Torch-free: prepared tower inputs travel as `object`.
 """

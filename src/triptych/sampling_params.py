@@ -34,7 +34,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         ]
         for name, value, low, high in ranges:
             if not low <= value <= high:
-                upper = "" if high == float("inf") else f" and at most {high:g}"
-                raise RequestError(f"{name} is {value:g}; it must be at least {low:g}{upper}.", param=name)
+                upper = "" if high == float("inf") else f" and at most {_shown(high)}"
+                raise RequestError(f"{name} is {_shown(value)}; it must be at least {low:g}{upper}.", param=name)
         if self.top_p == 0.0:
             raise RequestError("top_p is 0; it must be greater than 0 and at most 1.", param="top_p")
+
+
+def _shown(value: float) -> str:
+    """An integer may be too large to become a float."""
+    return str(value) if isinstance(value, int) else f"{value:g}"

@@ -1,12 +1,6 @@
 """The oracle of this folder: what plain `transformers` says to fifty mixed requests."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from oracle import Oracle, Wanted
 
 

@@ -7,6 +7,7 @@ from cluster import Answer, job_of, running_cluster
 from oracle import Oracle, Wanted
 
 LAYOUTS = ("EPD1", "E1PD1", "EP1D1", "E1P1D1", "E2P1D2")
+OTHER_LAYOUTS = ("ED1P1", "EPD2", "E1EPD1", "EP2ED1", "E1P2PD1D1")
 
 
 def assert_equal(answers: list[Answer], wanted: list[Wanted]) -> None:
@@ -36,4 +37,21 @@ async def test_together(layout: str, block_size: int, chunk: int, oracle: Oracle
 async def test_one_by_one(layout: str, oracle: Oracle, wanted: list[Wanted]):
     async with running_cluster(layout, block_size=4, chunk=64) as cluster:
         answers = [await cluster.ask(job_of(f"r{index}", want, oracle.stop_ids)) for index, want in enumerate(wanted)]
+    assert_equal(answers, wanted)
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+async def test_every_role_in_company(layout: str, oracle: Oracle, wanted: list[Wanted]):
+    async with running_cluster(layout, block_size=16, chunk=64) as cluster:
+        jobs = [job_of(f"r{index}", want, oracle.stop_ids) for index, want in enumerate(wanted)]
+        answers = await asyncio.gather(*(cluster.ask(job) for job in jobs))
+        await cluster.assert_nothing_is_held()
+    assert_equal(answers, wanted)
+
+
+async def test_small_caches_make_requests_wait_and_change_no_token(oracle: Oracle, wanted: list[Wanted]):
+    async with running_cluster("E1P1D1", block_size=16, chunk=64, encoder_cache_rows=160) as cluster:
+        jobs = [job_of(f"r{index}", want, oracle.stop_ids) for index, want in enumerate(wanted)]
+        answers = await asyncio.gather(*(cluster.ask(job) for job in jobs))
+        await cluster.assert_nothing_is_held()
     assert_equal(answers, wanted)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
@@ -22,7 +22,7 @@ ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ
 
 
 @contextmanager
-def running(script: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def running(script: str, port: int) -> Generator[subprocess.Popen[bytes]]:
     """In a session of its own, as in a terminal; whatever is left of it is killed in the end."""
     process = subprocess.Popen([EXAMPLES / script, "demo", str(port)], env=ENVIRONMENT, start_new_session=True)
     try:

@@ -1,5 +1,7 @@
 """What a worker refuses before it becomes state: requests and encodes that could never be served here."""
 
+from itertools import pairwise
+
 from triptych.config import EngineConfig, Stage
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.request import RequestSpec
@@ -9,7 +11,7 @@ from triptych.media.item import MediaItem
 
 def check_request(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` with a sentence that says what would be right."""
-    _check_role(spec, config)
+    check_role(spec, config)
     spec.sampling.check()
     if not 0 < spec.num_prompt_tokens <= len(spec.token_ids):
         raise RequestError(f"num_prompt_tokens is {spec.num_prompt_tokens}, but there are {len(spec.token_ids)} token ids.")
@@ -20,6 +22,8 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
             f"the prompt has {len(spec.token_ids)} tokens and leaves no room to generate: "
             f"the model's context is {config.model.max_model_len} tokens."
         )
+    if spec.num_generated >= spec.sampling.max_tokens:
+        raise RequestError(f"{spec.num_generated} tokens are generated already, and max_tokens is {spec.sampling.max_tokens}.")
     longest = min(len(spec.token_ids) + spec.sampling.max_tokens - spec.num_generated, config.model.max_model_len)
     capacity = config.num_kv_blocks * config.cache.block_size
     if longest > capacity:
@@ -27,6 +31,7 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
             f"the request may grow to {longest} tokens, but this worker's KV cache holds {capacity}; "
             "raise --kv-cache-mib or lower max_tokens."
         )
+    _check_places(spec.items)
     for item in spec.items:
         _check_item(item, spec, config)
     if spec.kv_ticket is not None and not 0 < spec.kv_ticket.num_tokens < len(spec.token_ids):
@@ -42,7 +47,8 @@ def check_encode(spec: EncodeSpec, config: EngineConfig) -> None:
     _check_rows(spec.num_rows, config)
 
 
-def _check_role(spec: RequestSpec, config: EngineConfig) -> None:
+def check_role(spec: RequestSpec, config: EngineConfig) -> None:
+    """Raise `RequestError` that names the role, if this worker has not got the stages that the request asks of it."""
     if not config.needs_kv_cache:
         raise RequestError(f"this worker's role is {config.role}: it encodes media and cannot generate.")
     if spec.kv_ticket is not None and not config.is_kv_consumer:
@@ -53,6 +59,18 @@ def _check_role(spec: RequestSpec, config: EngineConfig) -> None:
         raise RequestError(f"this worker's role is {config.role}: it cannot hand a request over to another worker.")
     if not spec.hands_over and Stage.DECODE not in config.role:
         raise RequestError(f"this worker's role is {config.role}: it cannot decode; set kv_transfer_params.do_remote_decode.")
+
+
+def _check_places(items: tuple[MediaItem, ...]) -> None:
+    if not all(item.runs for item in items):
+        raise RequestError("a media item has no runs, so it has no place in the prompt.")
+    if list(items) != sorted(items, key=lambda item: item.start):
+        raise RequestError("the media items of a request must be in the order of the prompt.")
+    runs = sorted(run for item in items for run in item.runs)
+    if any(start + length > following for (start, length), (following, _) in pairwise(runs)):
+        raise RequestError("two media items of a request claim the same token.")
+    if len({(item.key, item.num_rows) for item in items}) != len({item.key for item in items}):
+        raise RequestError("a media item comes twice in a request, with different numbers of rows.")
 
 
 def _check_item(item: MediaItem, spec: RequestSpec, config: EngineConfig) -> None:

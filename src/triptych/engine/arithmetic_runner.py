@@ -118,6 +118,7 @@ class ArithmeticRunner:
         self.memories = {"ec": Memory(), "kv": Memory()}
         self._requests: dict[str, ArithmeticRequest] = {}
         self._item_rows: dict[str, int] = {}  # resident key -> rows
+        self._item_pages: dict[str, tuple[int, ...]] = {}  # resident key -> pages
         self._ec_loads: list[ECLoad] = []
         self._kv_loads: list[KVLoad] = []
         self.encoded_keys: list[str] = []
@@ -172,6 +173,7 @@ class ArithmeticRunner:
                 continue
             self.memories["ec"].fill(load.pages, content)
             self._item_rows[load.ticket.key] = load.ticket.num_rows
+            self._item_pages[load.ticket.key] = load.pages
             ec_output.finished_loads.add(load.ticket.key)
         waiting_kv: list[KVLoad] = []
         for load in self._kv_loads:
@@ -225,10 +227,10 @@ class ArithmeticRunner:
     ) -> None:
         rows = self._item_rows | {each.key: each.num_rows for each in output.encodes}
         self._item_rows = rows
-        pages = {each.key: each.pages for each in output.encodes}
+        self._item_pages.update((each.key, each.pages) for each in output.encodes)
         metadata = output.ec_connector_metadata
-        for key in metadata.saves:
-            data = self.memories["ec"].ticket(self._worker_id, "ec", pages[key], metadata.lease_s)
+        for key in (*metadata.saves, *metadata.republish):
+            data = self.memories["ec"].ticket(self._worker_id, "ec", self._item_pages[key], metadata.lease_s)
             ec_output.published[key] = ECTicket(key, rows[key], self._config.model.row_width, self._config.model.dtype, data)
         kv_metadata = output.kv_connector_metadata
         for save in kv_metadata.saves:

@@ -4,8 +4,8 @@ As consumer it leads an item from the first want to residency (item_table.py). A
 
     encode called -> resident -> published: a ticket, and a lease of `lease_s` per call -> released or lapsed -> evictable
 
-The lease is a pin in the encoder cache; the ticket itself lives in the item's cache entry, so that a second call for the same item gets
-the same ticket under a new lease, and nothing is prepared or encoded twice.
+The lease is a pin in the encoder cache. A second call for the same item publishes it again under a lease of its own; nothing is prepared
+or encoded twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from triptych.engine.encoder_cache_manager import LAST, EncoderCacheManager, Rank
 from triptych.engine.item_table import ItemTable, WantedItem
 from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
 from triptych.output import EMPTY_EC_METADATA, ECConnectorMetadata, ECConnectorOutput, ECLoad, ECTicket
 from triptych.transfer.lease import LeaseTable
 
@@ -28,14 +29,10 @@ class ECConnectorScheduler:
 
     # --- waits
 
-    def want(self, key: str, request_id: str, rank: Rank, now: float) -> bool:
-        """Wait for an item that is not resident. True if somebody must be asked to produce it: this is the first want."""
-        is_new = self._table.get(key) is None or not self._table.is_wanted_by(key, request_id)
-        item = self._table.want(key, request_id, rank, now)
-        return is_new and item.ticket is None
-
-    def is_wanted_by(self, key: str, request_id: str) -> bool:
-        return self._table.is_wanted_by(key, request_id)
+    def want(self, item: MediaItem, request_id: str, rank: Rank, now: float) -> bool:
+        """Wait for an item that is not resident. True if the request must say so: this is its first want, and no ticket is here."""
+        is_new = not self._table.is_wanted_by(item.key, request_id)
+        return self._table.want(item, request_id, rank, now).ticket is None and is_new
 
     def leave(self, request_id: str) -> None:
         self._table.leave(request_id)
@@ -44,6 +41,11 @@ class ECConnectorScheduler:
         """The rank of the first in line who waits for the item; LAST if nobody does."""
         item = self._table.get(key)
         return item.rank if item is not None and item.waiters else LAST
+
+    def seconds_since_announced(self, key: str, now: float) -> float:
+        """How long the ticket of an item that requests wait for has been here; 0 without one."""
+        item = self._table.get(key)
+        return now - item.announced_at if item is not None and item.ticket is not None else 0.0
 
     def became_resident(self, key: str) -> dict[str, Rank]:
         """The item's waiters, with their ranks."""
@@ -78,9 +80,6 @@ class ECConnectorScheduler:
 
     # --- producer
 
-    def request_ticket(self, key: str) -> None:
-        """Have the next step publish an item that is resident."""
-
     def lease(self, encode_id: str, ticket: ECTicket) -> None:
         """Keep a published item for the one who called for it."""
 
@@ -89,7 +88,7 @@ class ECConnectorScheduler:
 
     def expire_leases(self) -> None: ...
 
-    def metadata(self, loads: Iterable[ECLoad], saves: Iterable[str]) -> ECConnectorMetadata:
+    def metadata(self, loads: Iterable[ECLoad], saves: Iterable[str], republish: Iterable[str]) -> ECConnectorMetadata:
         return EMPTY_EC_METADATA
 
     @property
@@ -117,7 +116,7 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
         self._is_producer = is_producer
         self._leases = LeaseTable(clock)
         self._leased_keys: dict[str, str] = {}  # encode id -> key
-        self._to_publish: list[str] = []
+        self._misfits: dict[str, FailureReason] = {}  # found in this step: tickets of another size than the requests' items
         self._known_producers: set[str] = set()  # a load from them has succeeded: their memory is mapped
 
     # --- consumer
@@ -130,6 +129,9 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
         loads: dict[str, ECLoad] = {}
         for item in self._table.arrived():
             if self._cache.is_known(item.key):  # our own tower has it, or is at it
+                continue
+            if not item.fits:
+                self._misfits[item.key] = FailureReason.MISMATCH
                 continue
             load = self._reserve(item)
             if load is None:
@@ -156,7 +158,8 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
             self._cache.mark_resident(key)
         for key in output.failed_loads:
             self._cache.discard(key)
-        return output.failed_loads
+        misfits, self._misfits = self._misfits, {}
+        return output.failed_loads | misfits
 
     def fail(self, key: str) -> tuple[str, ...]:
         item = self._table.get(key)
@@ -168,12 +171,8 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
 
     # --- producer
 
-    def request_ticket(self, key: str) -> None:
-        if key not in self._to_publish:
-            self._to_publish.append(key)
-
     def lease(self, encode_id: str, ticket: ECTicket) -> None:
-        self._cache.set_ticket(ticket)
+        self._end_lease(encode_id)  # an id that is used again gives up what it held
         self._leases.grant(encode_id, self._lease_s)
         self._leased_keys[encode_id] = ticket.key
         self._cache.pin(ticket.key, _lease_holder(encode_id))
@@ -191,9 +190,8 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
         if key is not None:
             self._cache.unpin(key, _lease_holder(encode_id))
 
-    def metadata(self, loads: Iterable[ECLoad], saves: Iterable[str]) -> ECConnectorMetadata:
-        republish, self._to_publish = tuple(self._to_publish), []
-        return ECConnectorMetadata(tuple(loads), tuple(saves), republish, self._lease_s, NEEDED_LOAD_TIMEOUT_S)
+    def metadata(self, loads: Iterable[ECLoad], saves: Iterable[str], republish: Iterable[str]) -> ECConnectorMetadata:
+        return ECConnectorMetadata(tuple(loads), tuple(saves), tuple(republish), self._lease_s, NEEDED_LOAD_TIMEOUT_S)
 
     def next_deadline(self) -> float | None:
         deadlines = [each for each in (super().next_deadline(), self._leases.next_deadline()) if each is not None]

@@ -57,13 +57,6 @@ class EncodeQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._jobs
-
-    @property
-    def num_ready(self) -> int:
-        return sum(1 for job in self._jobs.values() if job.state == EncodeState.READY)
-
     def submit(self, spec: EncodeSpec, now: float) -> bool:
         """Join or start the key's job; True if its bytes must be prepared."""
         job = self._jobs.get(spec.key)
@@ -92,7 +85,12 @@ class EncodeQueue:
         """
         inputs: list[EncodeInput] = []
         budget = self._max_rows_per_step
-        ready = [(rank_of(job.spec.key), job) for job in self._jobs.values() if job.state == EncodeState.READY]
+        # What is known to the cache is on its way in from a peer: the job ends with the load, or goes on if that fails.
+        ready = [
+            (rank_of(key), job)
+            for key, job in self._jobs.items()
+            if job.state == EncodeState.READY and not self._cache.is_known(key)
+        ]
         for rank, job in sorted(ready, key=lambda each: each[0]):
             spec = job.spec
             if inputs and spec.num_rows > budget:
@@ -115,6 +113,5 @@ class EncodeQueue:
     def check_invariants(self) -> None:
         for job in self._jobs.values():
             assert job.callers or job.state == EncodeState.ENCODING, "an encode is queued for nobody"
-            assert (job.state == EncodeState.ENCODING) == self._cache.is_known(job.spec.key), (
-                "an item is encoded again while it is here"
-            )
+            assert not self._cache.is_resident(job.spec.key), "an item is to be encoded again while it is here"
+            assert job.state != EncodeState.ENCODING or self._cache.is_known(job.spec.key), "an encode has no pages"

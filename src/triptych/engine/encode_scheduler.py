@@ -1,6 +1,7 @@
 """`EncodeScheduler`: calls to encode an item, from admission to the one terminal event of each.
 
-What is resident already is answered at once (as producer: with a new lease on the ticket it has, or after one step that makes a ticket).
+What is resident already is answered at once, or, if a ticket is wanted, by the next step, which publishes it again: an earlier ticket may
+have outlived what the data plane keeps under it.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from triptych.output import ECTicket, EncodeInput, ModelRunnerOutput
 class PlannedEncodes:
     inputs: tuple[EncodeInput, ...] = ()
     saves: tuple[str, ...] = ()
+    republish: tuple[str, ...] = ()
 
 
 class EncodeScheduler:
@@ -26,16 +28,9 @@ class EncodeScheduler:
         self._queue = EncodeQueue(cache, max_rows_per_step)
         self._awaiting_ticket: dict[str, list[EncodeSpec]] = {}  # resident items that the next step publishes
 
-    def is_encoding(self, key: str) -> bool:
-        return key in self._queue
-
     @property
     def num_queued(self) -> int:
         return len(self._queue)
-
-    @property
-    def has_work(self) -> bool:
-        return self._queue.num_ready > 0 or bool(self._awaiting_ticket)
 
     def add(self, spec: EncodeSpec, now: float) -> list[EncodeEvent | PreparationNeeded]:
         if self._cache.is_resident(spec.key):
@@ -63,7 +58,7 @@ class EncodeScheduler:
     def schedule(self, now: float) -> PlannedEncodes:
         inputs = self._queue.schedule(now, self._ec.rank_of)
         saves = [each.key for each in inputs if self._ec.is_producer and self._queue.needs_ticket(each.key)]
-        return PlannedEncodes(tuple(inputs), tuple(saves))
+        return PlannedEncodes(tuple(inputs), tuple(saves), tuple(self._awaiting_ticket))
 
     def update(
         self, planned: tuple[EncodeInput, ...], result: ModelRunnerOutput, now: float
@@ -84,16 +79,16 @@ class EncodeScheduler:
         events += self._answer_published(published)
         return events, resident
 
+    def came_from_peer(self, key: str) -> list[EncodeEvent | PreparationNeeded]:
+        """A load has brought the item: who waits here for its encode is answered with it."""
+        job = self._queue.take(key)
+        specs = [spec for spec, _ in job.callers.values()] if job is not None else []
+        return [event for spec in specs for event in self._answer_resident(spec)]
+
     def _answer_resident(self, spec: EncodeSpec) -> list[EncodeEvent | PreparationNeeded]:
-        ticket = self._cache.ticket(spec.key)
         if spec.will_stay or not self._ec.is_producer:
             self._cache.touch(spec.key)
             return [Encoded(spec.encode_id, spec.key, None, was_cached=True, timings=StageTimings())]
-        if ticket is not None:
-            self._ec.lease(spec.encode_id, ticket)
-            return [Encoded(spec.encode_id, spec.key, ticket, was_cached=True, timings=StageTimings())]
-        if spec.key not in self._awaiting_ticket:
-            self._ec.request_ticket(spec.key)
         self._cache.pin(spec.key, _ticket_holder(spec.encode_id))
         self._awaiting_ticket.setdefault(spec.key, []).append(spec)
         return []

@@ -13,8 +13,6 @@ the other lacks cannot wait for each other for ever: who is first in line always
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from triptych.output import ECTicket
-
 Rank = tuple[int, ...]  # (priority, arrival[, first token of the item]): smaller is served first
 LEASE: Rank = (-(2**62),)  # the rank of a pin that never yields
 LAST: Rank = (2**62,)  # the rank of who takes free or unpinned pages only
@@ -26,7 +24,6 @@ class CacheEntry:
     num_rows: int
     pages: tuple[int, ...]
     is_resident: bool = False
-    ticket: ECTicket | None = None  # once it was published
     pins: dict[str, Rank] = field(default_factory=dict[str, Rank])  # holder -> rank
 
 
@@ -45,11 +42,7 @@ class EncoderCacheManager:
 
     @property
     def num_pinned(self) -> int:
-        return sum(1 for entry in self._entries.values() if entry.pins)
-
-    @property
-    def capacity_rows(self) -> int:
-        return self.num_pages * self.rows_per_page
+        return sum(1 for entry in list(self._entries.values()) if entry.pins)  # a copy: /metrics asks from another thread
 
     def is_resident(self, key: str) -> bool:
         entry = self._entries.get(key)
@@ -57,12 +50,6 @@ class EncoderCacheManager:
 
     def is_known(self, key: str) -> bool:
         return key in self._entries
-
-    def ticket(self, key: str) -> ECTicket | None:
-        return self._entries[key].ticket
-
-    def set_ticket(self, ticket: ECTicket) -> None:
-        self._entries[ticket.key].ticket = ticket
 
     def pages(self, key: str) -> tuple[int, ...]:
         return self._entries[key].pages

@@ -17,6 +17,7 @@ class StageTimings(msgspec.Struct, frozen=True, omit_defaults=True):
     encode_queue_s: float = 0.0
     encode_s: float = 0.0
     ec_wait_s: float = 0.0  # prefill could not go on for want of an item (first wait to last arrival)
+    ec_load_s: float = 0.0  # of the last item: ticket here to rows resident; part of ec_wait_s, unless prefill was still busy
     prefill_queue_s: float = 0.0  # arrival to first scheduled token, less ec_wait_s
     prefill_s: float = 0.0  # first scheduled token to first sampled token, less ec_wait_s
     kv_transfer_s: float = 0.0  # arrival with a KV ticket to blocks resident

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from triptych.engine.encoder_cache_manager import Rank
+from triptych.media.item import MediaItem
 from triptych.output import ECTicket
 
 
@@ -42,13 +43,20 @@ class Waiter:
 class WantedItem:
     key: str
     keep_until: float  # how long an announcement waits for its first waiter
+    num_rows: int | None = None  # what the first waiter expects
     state: ItemState = ItemState.REQUESTED
     ticket: ECTicket | None = None
+    announced_at: float = 0.0
     waiters: dict[str, Waiter] = field(default_factory=dict[str, Waiter])  # by request id
 
     @property
     def rank(self) -> Rank:
         return min(waiter.rank for waiter in self.waiters.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the ticket is of the size that its waiters expect."""
+        return self.ticket is not None and self.ticket.num_rows == self.num_rows
 
     def change_state(self, state: ItemState) -> None:
         assert state in LEGAL_ITEM_CHANGES[self.state], f"item {self.key[:12]}: {self.state} -> {state}"
@@ -64,7 +72,7 @@ class ItemTable:
 
     @property
     def num_waits(self) -> int:
-        return sum(len(item.waiters) for item in self._items.values())
+        return sum(len(item.waiters) for item in list(self._items.values()))  # a copy: /metrics asks from another thread
 
     def get(self, key: str) -> WantedItem | None:
         return self._items.get(key)
@@ -73,9 +81,11 @@ class ItemTable:
         item = self._items.get(key)
         return item is not None and request_id in item.waiters
 
-    def want(self, key: str, request_id: str, rank: Rank, now: float) -> WantedItem:
+    def want(self, media: MediaItem, request_id: str, rank: Rank, now: float) -> WantedItem:
         """A request that waits already goes on under its old deadline."""
-        item = self._items.setdefault(key, WantedItem(key, now + self._timeout_s))
+        item = self._items.setdefault(media.key, WantedItem(media.key, now + self._timeout_s))
+        if not item.waiters:
+            item.num_rows = media.num_rows
         item.waiters.setdefault(request_id, Waiter(rank, now + self._timeout_s))
         return item
 
@@ -91,7 +101,7 @@ class ItemTable:
             self._make_room_for_unwanted()
             item = self._items[key] = WantedItem(key, now + self._timeout_s)
         if item.state == ItemState.REQUESTED:
-            item.ticket = ticket
+            item.ticket, item.announced_at = ticket, now
             item.change_state(ItemState.ARRIVED)
 
     def arrived(self) -> list[WantedItem]:

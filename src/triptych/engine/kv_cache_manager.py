@@ -19,10 +19,6 @@ class KVCacheManager:
     def num_blocks(self) -> int:
         return self._pool.num_blocks
 
-    @property
-    def capacity_tokens(self) -> int:
-        return self._pool.num_blocks * self.block_size
-
     def block_ids(self, request_id: str) -> tuple[int, ...]:
         return tuple(self._blocks.get(request_id, ()))
 

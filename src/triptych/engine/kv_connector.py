@@ -14,10 +14,12 @@ from triptych.transfer.lease import LeaseTable
 class KVConnectorScheduler:
     """Off: nothing is ever loaded or published."""
 
-    has_loads_in_flight = False
-
     def plan(self) -> KVConnectorMetadata:
         return EMPTY_KV_METADATA
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a copy under this id has not ended, be it for a request that has left."""
+        return False
 
     def start_load(self, request_id: str, ticket: KVTicket, block_ids: tuple[int, ...]) -> None:
         raise AssertionError("a KV ticket reached a worker whose KV connector is off")
@@ -63,9 +65,8 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
         self._in_flight: set[str] = set()
         self._abandoned: dict[str, tuple[int, ...]] = {}
 
-    @property
-    def has_loads_in_flight(self) -> bool:  # type: ignore[override]
-        return bool(self._in_flight)
+    def is_loading(self, request_id: str) -> bool:
+        return request_id in self._in_flight
 
     @property
     def num_leases(self) -> int:

@@ -38,6 +38,7 @@ class Timeline:
     first_token_at: float | None = None
     last_token_at: float | None = None
     blocked_since: float | None = None  # cannot go on for want of an item
+    ec_load_s: float = 0.0  # of the last item that was loaded
     blocked_before_start_s: float = 0.0
     blocked_after_start_s: float = 0.0
 
@@ -73,6 +74,7 @@ class Timeline:
             )
         return StageTimings(
             ec_wait_s=self.blocked_before_start_s + self.blocked_after_start_s,
+            ec_load_s=self.ec_load_s,
             prefill_queue_s=started - self.arrived_at - self.blocked_before_start_s,
             prefill_s=first - started - self.blocked_after_start_s,
             decode_s=last - first,
@@ -130,8 +132,12 @@ class Request:
         """Items of which a token is still to be computed, in the order of the prompt."""
         return [item for item in self.items if item.end > self.num_computed_tokens]
 
-    def first_row_at_or_after(self, item: MediaItem) -> int:
-        """The first placeholder of `item` that is not computed yet."""
+    def needed_items(self) -> dict[str, MediaItem]:
+        """The pending items by key. A picture that comes again stands where it is needed next."""
+        return {item.key: item for item in reversed(self.pending_items())}
+
+    def next_row_of(self, item: MediaItem) -> int:
+        """The first placeholder of a pending item that is not computed yet."""
         return next(max(start, self.num_computed_tokens) for start, n in item.runs if start + n > self.num_computed_tokens)
 
     def to_new_request(self, block_ids: tuple[int, ...]) -> NewRequestData:

@@ -79,7 +79,7 @@ class Scheduler:
         self._requests[spec.request_id] = request
         insort(self._waiting, request, key=lambda each: each.rank)
         if request.kv_ticket is None:
-            for item in request.pending_items():
+            for item in request.needed_items().values():
                 self._secure(request, item, FailureReason.MISSING, now)
 
     def add_encode(self, spec: EncodeSpec) -> None:
@@ -212,8 +212,9 @@ class Scheduler:
                 self._add_window(request, num_tokens, plan, now)
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
+        max_running = self._config.scheduler.max_num_seqs - self._num_loading  # what loads now runs soon
         for request in list(self._waiting):
-            if plan.budget <= 0 or len(self._running) >= self._config.scheduler.max_num_seqs:
+            if plan.budget <= 0 or len(self._running) >= max_running:
                 return
             if request.kv_ticket is not None:
                 continue
@@ -234,13 +235,10 @@ class Scheduler:
         start = request.num_computed_tokens
         num_tokens = min(len(request.token_ids) - start, plan.budget)
         for item in request.pending_items():
-            if item.start >= start + num_tokens:
-                break
-            if self._has(item.key, plan):
-                continue
-            num_tokens = request.first_row_at_or_after(item) - start
-            self._secure(request, item, FailureReason.EVICTED, now)
-            break
+            first_row = request.next_row_of(item)
+            if first_row < start + num_tokens and not self._has(item.key, plan):
+                num_tokens = first_row - start
+                self._secure(request, item, FailureReason.EVICTED, now)
         if num_tokens == 0:
             request.timeline.block(now)
         return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
@@ -266,7 +264,7 @@ class Scheduler:
         plan.windows[request.request_id] = num_tokens
         plan.budget -= num_tokens
         for item in request.pending_items():
-            if item.start < start + num_tokens:
+            if request.next_row_of(item) < start + num_tokens:
                 plan.item_pages[item.key] = self._cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -294,7 +292,7 @@ class Scheduler:
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.WAITING)
         insort(self._waiting, request, key=lambda each: each.rank)
-        for item in request.items:
+        for item in request.needed_items().values():
             self._secure(request, item, FailureReason.EVICTED, self._clock())
 
     # --- items ------------------------------------------------------------------------------------------------------
@@ -303,7 +301,7 @@ class Scheduler:
         """Pin an item that is here; else wait for it, and say so once."""
         if self._cache.is_resident(item.key):
             self._cache.pin(item.key, request.request_id, request.rank_of(item))
-        elif self._ec.want(item.key, request.request_id, request.rank_of(item), now) and not self._encodes.is_encoding(item.key):
+        elif self._ec.want(item, request.request_id, request.rank_of(item), now):
             self._events.append(ECNeeded(request.request_id, item.key, reason))
 
     def _update_items(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
@@ -312,9 +310,13 @@ class Scheduler:
             self._load_failed(key, reason)
         events, resident = self._encodes.update(output.encodes, result, now)
         self._events += events
+        for key in ec_output.finished_loads:
+            self._events += self._encodes.came_from_peer(key)
         for key in [*ec_output.finished_loads, *resident]:
+            load_s = self._ec.seconds_since_announced(key, now)
             for request_id, rank in self._ec.became_resident(key).items():
                 self._cache.pin(key, request_id, rank)
+                self._requests[request_id].timeline.ec_load_s = load_s
 
     def _load_failed(self, key: str, reason: FailureReason) -> None:
         for request_id in self._ec.fail(key):
@@ -335,6 +337,8 @@ class Scheduler:
             assert request.kv_ticket is not None
             if len(self._running) + self._num_loading >= self._config.scheduler.max_num_seqs:
                 return
+            if self._kv_connector.is_loading(request.request_id):
+                continue  # a copy for an earlier request of this id has not ended
             if self._kv.allocate(request.request_id, len(request.token_ids)) is None:
                 return
             num_blocks = -(-request.kv_ticket.num_tokens // self._kv.block_size)
@@ -348,14 +352,16 @@ class Scheduler:
             self._kv.reclaim(self._kv_connector.end_load(request_id))
         for request_id in kv_output.finished_loads:
             request = self._requests.get(request_id)
-            if request is None or request.kv_ticket is None:
-                continue
+            if request is None or request.kv_ticket is None or request.status != RequestStatus.LOADING_KV:
+                continue  # the copy was for an earlier request of this id
             request.num_computed_tokens = request.kv_ticket.num_tokens
             request.timeline.kv_resident_at = now
             request.change_status(RequestStatus.RUNNING)
             self._running.append(request)
         for request_id, reason in kv_output.failed_loads.items():
-            self.fail_request(request_id, f"the KV blocks could not be read ({reason}).", "kv_unavailable", 503, reason)
+            if request_id in self._requests and self._requests[request_id].status == RequestStatus.LOADING_KV:
+                message = f"the KV blocks could not be read ({reason})."
+                self.fail_request(request_id, message, "kv_unavailable", 503, reason)
 
     def _reclaim(self, block_ids: tuple[int, ...]) -> None:
         self._kv.reclaim(block_ids)
@@ -366,10 +372,12 @@ class Scheduler:
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
         request.num_computed_tokens += num_tokens
-        still_needed = {item.key for item in request.pending_items()}
-        for item in before:
-            if item.key not in still_needed:
-                self._cache.unpin(item.key, request.request_id)
+        still_needed = request.needed_items()
+        for key in {item.key for item in before}:
+            if key not in still_needed:
+                self._cache.unpin(key, request.request_id)
+            elif self._cache.is_resident(key):  # the same picture further on: its place in line is now that of the next use
+                self._cache.pin(key, request.request_id, request.rank_of(still_needed[key]))
 
     def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
@@ -457,7 +465,7 @@ class Scheduler:
             freed_pages=self._cache.take_freed_pages(),
             freed_block_ids=freed_block_ids,
             finished_request_ids=forgotten,
-            ec_connector_metadata=self._ec.metadata(plan.loads_with_need(), plan.encodes.saves),
+            ec_connector_metadata=self._ec.metadata(plan.loads_with_need(), plan.encodes.saves, plan.encodes.republish),
             kv_connector_metadata=self._kv_connector.plan(),
         )
 

@@ -114,7 +114,7 @@ class ChatService:
             async with self._pipeline.run(job, arrived_at) as running:
                 detokenizer = Detokenizer(self.renderer.tokenizer, chat.stop, chat.min_tokens)
                 num_tokens = 0
-                async with aclosing(_read(running, detokenizer)) as deltas:
+                async with aclosing(read_deltas(running, detokenizer)) as deltas:
                     async for delta in deltas:
                         num_tokens += len(delta.tokens)
                         yield delta
@@ -194,7 +194,7 @@ class ChatService:
         self._metrics.completion_tokens.inc(usage.num_completion_tokens)
 
 
-async def _read(running: RunningRequest, detokenizer: Detokenizer) -> AsyncGenerator[ChatDelta]:
+async def read_deltas(running: RunningRequest, detokenizer: Detokenizer) -> AsyncGenerator[ChatDelta]:
     """What came of each batch of tokens. A stop string ends it: nothing behind it is read."""
     async with aclosing(running.tokens()) as batches:
         async for batch in batches:

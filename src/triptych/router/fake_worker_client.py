@@ -109,6 +109,7 @@ class FakeRecord:
     deliveries: list[ECDelivery] = field(default_factory=list[ECDelivery])
     aborted: list[str] = field(default_factory=list[str])  # generates and encodes left before their end
     released: list[str] = field(default_factory=list[str])
+    failed_encodes: set[str] = field(default_factory=set[str])  # answered without a ticket
 
 
 class FakeWorkerClient(WorkerClient):
@@ -166,6 +167,7 @@ class FakeWorkerClient(WorkerClient):
             self._check_alive()
         if self.faults.encodes:
             fault = self.faults.encodes.popleft()
+            self.record.failed_encodes.add(request.encode_id)
             if isinstance(fault, Exception):
                 raise fault
             return EncodeFailed(request.encode_id, request.key, f"the tower said {fault}", fault)
@@ -223,10 +225,10 @@ class FakeWorkerClient(WorkerClient):
     async def abort(self, id: str) -> None:
         self._check_alive()
 
-    async def release(self, request_id: str) -> None:
+    async def release(self, id: str) -> None:
         self._check_alive()
-        self.record.released.append(request_id)
-        self.plane.memory.pop((self.info.worker_id, request_id), None)
+        self.record.released.append(id)
+        self.plane.memory.pop((self.info.worker_id, id), None)
 
     async def watch(self) -> None:
         await self._dead.wait()

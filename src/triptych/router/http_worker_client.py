@@ -38,7 +38,9 @@ T = TypeVar("T")
 def make_session() -> aiohttp.ClientSession:
     """One for all workers of a router. Waits are bounded by whoever waits; here only connecting is."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, trust_env=False)
+    # Shorter than a server's (uvicorn: 5 s), or a request could go out on a connection that is being closed, and look like a lost worker.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False, trust_env=False)
 
 
 class HttpWorkerClient(WorkerClient):
@@ -83,8 +85,8 @@ class HttpWorkerClient(WorkerClient):
     async def abort(self, id: str) -> None:
         await self._tell(ABORT_PATH, AbortRequest(id))
 
-    async def release(self, request_id: str) -> None:
-        await self._tell(RELEASE_PATH, ReleaseRequest(request_id))
+    async def release(self, id: str) -> None:
+        await self._tell(RELEASE_PATH, ReleaseRequest(id))
 
     async def watch(self) -> None:
         try:

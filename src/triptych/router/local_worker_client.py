@@ -40,8 +40,8 @@ class LocalWorkerClient(WorkerClient):
     async def abort(self, id: str) -> None:
         await self._worker.abort(id)
 
-    async def release(self, request_id: str) -> None:
-        await self._worker.release(request_id)
+    async def release(self, id: str) -> None:
+        await self._worker.release(id)
 
     async def watch(self) -> None:
         await self._closed.wait()

@@ -3,7 +3,7 @@
     an item:  wanted -> encoding -> delivered (a ticket, or "it is there") -> [ec_needed] -> encoding again, at most twice
                             +-> failed: the worker is told, and fails the request if it cannot do without
 
-Tickets stay known when the request moves to another prefill worker, and go with it.
+A ticket goes with the request when it moves to another prefill worker, until one has computed the prompt.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ from triptych.output import ECTicket
 from triptych.router.metrics import RouterMetrics
 from triptych.router.placement import Placement
 from triptych.router.pool import PooledWorker
-from triptych.router.shared_encodes import EncodeJob, SharedEncodes
+from triptych.router.releases import TicketLease
+from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
 from triptych.worker.protocol import ECDelivery
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,11 @@ MAX_ENCODES = 3  # of one item for one request
 
 @dataclass(slots=True)
 class FedItem:
-    job: EncodeJob
+    job: ItemToEncode
     num_encodes: int = 0
     avoid: set[str] = field(default_factory=set[str])  # encode workers that failed it
     ticket: ECTicket | None = None
+    lease: TicketLease | None = None  # as long as there is a ticket
     delivery: ECDelivery | None = None  # to the worker where the request is now
     was_redelivered: bool = False
     error: TriptychError | None = None
@@ -53,6 +55,12 @@ class FedItem:
     def is_under_way(self) -> bool:
         return self.task is not None and not self.task.done()
 
+    def let_go(self) -> None:
+        """Of the ticket."""
+        if self.lease is not None:
+            self.lease.let_go()
+        self.ticket = self.lease = None
+
 
 class MediaFeed:
     """One per request. `on_encoded` hears the timings of each answered encode, and whether it ran where the request is."""
@@ -60,7 +68,7 @@ class MediaFeed:
     def __init__(
         self,
         request_id: str,
-        jobs: dict[str, EncodeJob],
+        jobs: dict[str, ItemToEncode],
         encodes: SharedEncodes,
         placement: Placement,
         metrics: RouterMetrics,
@@ -101,6 +109,11 @@ class MediaFeed:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def let_go(self) -> None:
+        """Whoever prefills has read the items, or nobody will: their tickets are not needed any more."""
+        for item in self._items.values():
+            item.let_go()
+
     def need(self, key: str, reason: FailureReason, prefill: PooledWorker) -> None:
         """The worker asks for an item. Raises what is wrong with the item when there is nothing left to try."""
         item = self._items.get(key)
@@ -119,9 +132,7 @@ class MediaFeed:
         if item.ticket is not None:
             if reason == FailureReason.PEER_LOST:
                 item.avoid.add(item.ticket.data.producer)
-            item.ticket = None
-        if item.num_encodes >= MAX_ENCODES:
-            raise self._unavailable(item, reason)
+            item.let_go()
         item.task = asyncio.create_task(self._supply(item, prefill, reason))
 
     async def _supply(self, item: FedItem, prefill: PooledWorker, reason: FailureReason = FailureReason.MISSING) -> None:
@@ -135,7 +146,6 @@ class MediaFeed:
             failure = FailureReason.BAD_MEDIA if error.status < 500 else FailureReason.INTERNAL
             await self._deliver(item, ECDelivery(self._request_id, item.key, failure=failure, message=str(error)), prefill)
             return
-        item.ticket = encoded.ticket
         await self._deliver(item, ECDelivery(self._request_id, item.key, ticket=encoded.ticket), prefill)
 
     async def _encode(self, item: FedItem, prefill: PooledWorker, reason: FailureReason) -> Encoded:
@@ -156,6 +166,8 @@ class MediaFeed:
             else:
                 if isinstance(event, Encoded):
                     self._on_encoded(event.timings, flight.worker is prefill)
+                    if event.ticket is not None:
+                        item.ticket, item.lease = event.ticket, flight.lease
                     return event
                 reason = event.reason
                 if not reason.is_retryable:

@@ -18,8 +18,9 @@ JOIN_INTERVAL_S = 1.0
 class Membership:
     """A registered worker registers again when it finds itself unwatched; a named one is looked for until it is there, and again after its loss."""
 
-    def __init__(self, pool: WorkerPool, session: aiohttp.ClientSession) -> None:
+    def __init__(self, pool: WorkerPool, session: aiohttp.ClientSession, weights_digest: str) -> None:
         self._pool = pool
+        self._weights_digest = weights_digest  # of the model for which this router renders
         self._session = session
         self._searches: list[asyncio.Task[None]] = []
 
@@ -28,6 +29,12 @@ class Membership:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"worker address '{url[:100]}' is no http URL; write http://host:port.")
         client = await HttpWorkerClient.connect(url, self._session)
+        digest = client.info.fingerprint.weights_digest
+        if digest != self._weights_digest:
+            raise ConfigError(
+                f"the worker at {url} has other weights than this router's model: weights_digest is {self._weights_digest} here "
+                f"and {digest} there; start both with the same model."
+            )
         known = next((worker for worker in self._pool.workers if worker.id == client.info.worker_id), None)
         return known or self._pool.join(client)
 

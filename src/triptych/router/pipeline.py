@@ -28,15 +28,15 @@ from triptych.router.media_feed import MediaFeed
 from triptych.router.metrics import RouterMetrics
 from triptych.router.placement import Placement
 from triptych.router.pool import PooledWorker, WorkerPool
+from triptych.router.releases import Releases
 from triptych.router.running_request import GenerateJob, RunningRequest
-from triptych.router.shared_encodes import EncodeJob, SharedEncodes
+from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
 from triptych.router.worker_client import error_from_event
 from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransferParams
 
 logger = logging.getLogger(__name__)
 
 MAX_REPLAYS = 3
-RELEASE_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
 
 
@@ -63,12 +63,12 @@ class Pipeline:
         self._pool = pool
         self._placement = placement
         self._metrics = metrics
-        self._encodes = SharedEncodes(pool, placement, metrics)
+        self._releases = Releases()
+        self._encodes = SharedEncodes(pool, placement, self._releases, metrics)
         self._max_in_flight = max_in_flight
         self._request_timeout_s = request_timeout_s
         self._num_admitted = 0
         self._running: dict[RunningRequest, asyncio.Task[None]] = {}
-        self._releases: set[asyncio.Task[None]] = set()
         self._is_stopping = False
 
     @property
@@ -115,15 +115,17 @@ class Pipeline:
         for request, task in self._running.items():
             request.fail(_stopping_error())
             task.cancel()
-        await asyncio.gather(*self._running.values(), *self._releases, return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._releases.drain()
 
     # --- one request
 
     async def _lead_to_its_end(self, request: RunningRequest) -> None:
         """Exactly one of `finish` and `fail`, whatever happens, unless nobody listens any more."""
+        feed = self._make_feed(request)
         try:
             async with asyncio.timeout_at(request.stopwatch.started_at + self._request_timeout_s):
-                request.finish(await self._lead(request))
+                request.finish(await self._lead(request, feed))
         except TimeoutError:
             message = f"the request did not end within {self._request_timeout_s:g} s; it was waiting for {request.waits_for}."
             request.fail(DeadlineError(message))
@@ -132,10 +134,11 @@ class Pipeline:
         except Exception as error:  # the edge of the request's task: a bug must not leave the client waiting
             logger.exception("request %s met a bug", request.job.request_id)
             request.fail(InternalError(f"the router failed: {type(error).__name__}."))
+        finally:
+            feed.let_go()
 
-    async def _lead(self, request: RunningRequest) -> str:
+    async def _lead(self, request: RunningRequest, feed: MediaFeed) -> str:
         """Prefill and decode until it has finished; again from the prompt and the tokens so far when a worker fails. The finish reason."""
-        feed = self._make_feed(request)
         avoid: set[str] = set()
         for replays_left in reversed(range(MAX_REPLAYS + 1)):
             try:
@@ -167,6 +170,7 @@ class Pipeline:
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
+                        feed.let_go()
                     case Failed():
                         raise _judge(event, worker, Stage.PREFILL, feed.error)
                     case Finished() | HandedOver():
@@ -178,7 +182,7 @@ class Pipeline:
     async def _decode(self, request: RunningRequest, ticket: KVTicket, prefill: PooledWorker, avoid: set[str]) -> str:
         """Tokens from where prefill stopped. Its KV is released with the first of them, or when this ends without. The finish reason."""
         with ExitStack() as kv:
-            kv.callback(self._release, prefill, ticket)
+            kv.callback(self._releases.send, prefill, ticket.request_id)
             worker = self._placement.pick_decode(avoid)
             message = _make_message(request, ECTransferParams(request.job.items), KVTransferParams(ticket=ticket))
             request.waits_for = f"the KV from {prefill.id} at {worker.id}"
@@ -222,16 +226,10 @@ class Pipeline:
 
     def _make_feed(self, request: RunningRequest) -> MediaFeed:
         job = request.job
-        jobs = {item.key: EncodeJob(item, job.media[item.key], len(job.items)) for item in job.items}
+        jobs = {item.key: ItemToEncode(item, job.media[item.key], len(job.items)) for item in job.items}
         return MediaFeed(
             job.request_id, jobs, self._encodes, self._placement, self._metrics, on_encoded=request.stopwatch.add_encode
         )
-
-    def _release(self, prefill: PooledWorker, ticket: KVTicket) -> None:
-        """In the background: nobody waits for it, and if it gets lost the lease ends by itself."""
-        task = asyncio.create_task(_release_quietly(prefill, ticket.request_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
 
 
 def _make_message(request: RunningRequest, ec: ECTransferParams, kv: KVTransferParams) -> GenerateRequest:
@@ -269,11 +267,3 @@ def _lost_error(worker: PooledWorker, stage: Stage) -> UnavailableError:
 
 def _stopping_error() -> UnavailableError:
     return UnavailableError("the router is stopping", stage="router", reason="stopping")
-
-
-async def _release_quietly(worker: PooledWorker, request_id: str) -> None:
-    try:
-        async with asyncio.timeout(RELEASE_TIMEOUT_S):
-            await worker.client.release(request_id)
-    except (TriptychError, TimeoutError) as error:
-        logger.info("the release of request %s did not reach worker %s: %s", request_id, worker.id, error)

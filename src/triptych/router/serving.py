@@ -56,7 +56,7 @@ async def open_serving(
                 renderer, pipeline, pool, metrics, web,
                 max_model_len=model.max_model_len, request_timeout_s=limits.request_timeout_s,
             )  # fmt: skip
-            membership = Membership(pool, workers)
+            membership = Membership(pool, workers, model.weights_digest)
             try:
                 yield Serving(pool, membership, pipeline, chat, metrics)
             finally:

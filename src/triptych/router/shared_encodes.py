@@ -1,6 +1,6 @@
-"""`SharedEncodes`: encodes under way, each shared by all requests that wait for the same item.
+"""`SharedEncodes`: encodes under way, each shared by all requests that wait for the same item. Its life:
 
-started by the first who wants it -> joined by others -> answered to all
+started by the first who wants it -> joined by others -> answered to all -> ticket released when the last has read it
                  +-> the last waiter leaves -> aborted
 """
 
@@ -16,11 +16,12 @@ from triptych.media.item import MediaItem
 from triptych.router.metrics import RouterMetrics
 from triptych.router.placement import Placement
 from triptych.router.pool import PooledWorker, WorkerPool
+from triptych.router.releases import Releases, TicketLease
 from triptych.worker.protocol import EncodeRequest
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeJob:
+class ItemToEncode:
     item: MediaItem
     media: bytes
     items_in_request: int
@@ -32,14 +33,16 @@ class Flight:
 
     name: tuple[str, str]  # the item's key, and the worker where it stays ("": a ticket for anybody)
     worker: PooledWorker
+    lease: TicketLease
     task: asyncio.Task[EncodeEvent]
     num_waiters: int = 0
 
 
 class SharedEncodes:
-    def __init__(self, pool: WorkerPool, placement: Placement, metrics: RouterMetrics) -> None:
+    def __init__(self, pool: WorkerPool, placement: Placement, releases: Releases, metrics: RouterMetrics) -> None:
         self._pool = pool
         self._placement = placement
+        self._releases = releases
         self._metrics = metrics
         self._flights: dict[tuple[str, str], Flight] = {}
 
@@ -47,7 +50,7 @@ class SharedEncodes:
     def num_under_way(self) -> int:
         return len(self._flights)
 
-    def join(self, job: EncodeJob, prefill: PooledWorker, avoid: Collection[str]) -> Flight:
+    def join(self, job: ItemToEncode, prefill: PooledWorker, avoid: Collection[str]) -> Flight:
         """An encode whose answer is of use at `prefill`: one under way, or a new one. Raises `UnavailableError` without encode workers."""
         key = job.item.key
         for name in ((key, prefill.id), (key, "")):
@@ -59,28 +62,41 @@ class SharedEncodes:
         num_rows = job.item.num_rows
         self._placement.begin(worker, Stage.ENCODE, num_rows)
         name = (key, prefill.id if worker is prefill else "")
-        flight = Flight(name, worker, asyncio.create_task(self._encode(job, worker, will_stay=worker is prefill)))
-        flight.task.add_done_callback(lambda _: self._placement.end(worker, Stage.ENCODE, num_rows))
+        encode_id = f"enc-{uuid4().hex}"
+        task = asyncio.create_task(self._encode(job, worker, encode_id, will_stay=worker is prefill))
+        flight = Flight(name, worker, TicketLease(self._releases, worker, encode_id), task)
+        task.add_done_callback(lambda _: self._placement.end(worker, Stage.ENCODE, num_rows))
         self._flights[name] = flight
         self._metrics.encodes.labels("started").inc()
         return flight
 
     async def wait(self, flight: Flight) -> Encoded | EncodeFailed:
-        """Raises `WorkerLostError`, or the worker's refusal. Cancelling leaves the flight, which ends with its last waiter."""
+        """Raises `WorkerLostError`, or the worker's refusal. Cancelling leaves the flight, which ends with its last waiter.
+
+        With a ticket, the caller is a holder of the flight's lease from here on.
+        """
         flight.num_waiters += 1
+        flight.lease.hold()
+        has_ticket = False
         try:
-            return await asyncio.shield(flight.task)
+            event = await asyncio.shield(flight.task)
+            has_ticket = isinstance(event, Encoded) and event.ticket is not None
+            if not has_ticket:
+                flight.lease.void()
+            return event
         finally:
             flight.num_waiters -= 1
+            if not has_ticket:
+                flight.lease.let_go()
             if not flight.num_waiters or flight.task.done():
                 flight.task.cancel()
                 if self._flights.get(flight.name) is flight:
                     del self._flights[flight.name]
 
-    async def _encode(self, job: EncodeJob, worker: PooledWorker, *, will_stay: bool) -> EncodeEvent:
+    async def _encode(self, job: ItemToEncode, worker: PooledWorker, encode_id: str, *, will_stay: bool) -> EncodeEvent:
         item = job.item
         request = EncodeRequest(
-            encode_id=f"enc-{uuid4().hex}",
+            encode_id=encode_id,
             key=item.key,
             modality=item.modality,
             num_rows=item.num_rows,

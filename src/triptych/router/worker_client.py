@@ -46,8 +46,8 @@ class WorkerClient(ABC):
         """A request's or an encode's id; unknown ones are ignored."""
 
     @abstractmethod
-    async def release(self, request_id: str) -> None:
-        """The KV ticket of `request_id` will not be read (again)."""
+    async def release(self, id: str) -> None:
+        """The ticket of a request (its KV) or an encode (its item) is not needed any more."""
 
     @abstractmethod
     async def watch(self) -> None:

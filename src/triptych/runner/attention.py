@@ -25,7 +25,7 @@ from triptych.runner.kv_cache import KVCache
 from triptych.runner.request_state import NO_ITEM
 
 # Keywords that models pass along and that mean nothing for a batch whose order, lengths and masks the step knows.
-_IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "output_hidden_states"})
+_IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 
 
 @dataclass(slots=True)
@@ -144,11 +144,12 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Write this step's K and V into the cache, then attend; returns [1, T, Hq, D]. Raises `ValueError` for an argument that it cannot honour."""
-    if attention_mask is not None or dropout:
-        raise ValueError("paged attention makes its own masks and drops nothing out.")
+    if attention_mask is not None or dropout or is_causal is False:
+        raise ValueError("paged attention makes its own masks, which are causal, and drops nothing out.")
     for name, given in others.items():
         if given is not None and name not in _IGNORED:
             raise ValueError(f"paged attention does not know the argument '{name}' of {type(module).__name__}.")

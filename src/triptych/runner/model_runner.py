@@ -1,6 +1,6 @@
 """`ModelRunner`: one engine step on the device, exactly as a `SchedulerOutput` says.
 
-    recycle → forget, add and extend requests → connectors' loads → encode → forward → sample → connectors' saves
+    recycle → connectors' loads → forget, add and extend requests → encode → forward → sample → connectors' saves
 
 A request which cannot be computed is reported alone (`failed_requests`, `stalled_requests`); the others of the step are computed.
 """
@@ -61,14 +61,15 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step. What can be blamed on one request or item is in the output; anything else is raised."""
-        failed_requests = self._update_states(scheduler_output)
+        self.encoder_cache.recycle(scheduler_output.freed_pages)
+        self.kv_cache.recycle(scheduler_output.freed_block_ids)
+        # Whatever fails below, the loads have begun and will be reported: the scheduler waits for the end of each.
         with (
             self.ec_connector.step(scheduler_output) as ec_output,
             self.kv_connector.step(scheduler_output) as kv_output,
         ):
-            output = ModelRunnerOutput(
-                failed_requests=failed_requests, ec_connector_output=ec_output, kv_connector_output=kv_output
-            )
+            output = ModelRunnerOutput(ec_connector_output=ec_output, kv_connector_output=kv_output)
+            output.failed_requests = self._update_states(scheduler_output)
             self._encode(scheduler_output, output)
             self._generate(scheduler_output, output)
             self.kv_connector.withhold(output.failed_requests)
@@ -111,9 +112,7 @@ class ModelRunner:
         assert len(set(rows)) == len(rows), "no two requests share a row of the block table"
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> dict[str, str]:
-        """Everything that goes before the connectors' loads; returns request id -> sentence for those that cannot run."""
-        self.encoder_cache.recycle(scheduler_output.freed_pages)
-        self.kv_cache.recycle(scheduler_output.freed_block_ids)
+        """Forget, add and extend requests; returns request id -> sentence for those that cannot run."""
         for request_id in scheduler_output.finished_request_ids:
             self._forget(request_id)
         failed: dict[str, str] = {}

@@ -11,7 +11,7 @@ import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -84,7 +84,8 @@ class WorkerApp:
         return StreamingResponse(_to_sse(message.request_id, events), media_type="text/event-stream")
 
     async def encode(self, request: Request) -> Response:
-        message = _decode(request.headers.get(ENCODE_HEADER, "").encode(), EncodeRequest)
+        header = request.headers.get(ENCODE_HEADER, "")
+        message = _decode(header.encode("latin-1"), EncodeRequest)  # the bytes as they came: Starlette reads headers as Latin-1
         media = await _body(request, self._worker.config.media.max_media_nbytes)
         event = await _unless_disconnected(request, self._worker.encode(message, media))
         return Response(msgspec.json.encode(event), media_type="application/json")
@@ -151,11 +152,14 @@ def _decode(body: bytes, kind: type[M]) -> M:
 async def _body(request: Request, max_nbytes: int) -> bytes:
     chunks: list[bytes] = []
     nbytes = 0
-    async for chunk in request.stream():
-        nbytes += len(chunk)
-        if nbytes > max_nbytes:
-            raise TooLargeError(f"the body has more than {max_nbytes} bytes.")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            nbytes += len(chunk)
+            if nbytes > max_nbytes:
+                raise TooLargeError(f"the body has more than {max_nbytes} bytes.")
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise RequestError("the client went away.") from None
     return b"".join(chunks)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 
 from triptych.engine.events import EncodeEvent, Failed, GenerateEvent
@@ -45,7 +46,8 @@ class EventStreams:
                 if target is not None:
                     by_loop.setdefault(target[0], []).append((target[1], event))
         for loop, deliveries in by_loop.items():
-            loop.call_soon_threadsafe(_put_all, deliveries)
+            with suppress(RuntimeError):  # a loop that was closed under its streams: nobody listens there any more
+                loop.call_soon_threadsafe(_put_all, deliveries)
 
     def fail_all(self, reason: str) -> None:
         """The engine is gone: end every stream, those of the future as well."""

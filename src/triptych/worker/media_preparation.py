@@ -61,11 +61,10 @@ class MediaPreparation:
                     del self._held[request.key]
 
     def start(self, key: str) -> None:
-        """Called from the engine thread. Everybody may have left meanwhile: then the engine has heard of it, or will."""
+        """Called from the engine thread. Everybody may have left meanwhile: then their aborts have reached the engine, or will."""
         with self._lock:
             held = self._held.get(key)
         if held is None:
-            self._on_done(key, PreparationFailed("nobody waits for the item any more.", FailureReason.MISSING))
             return
         try:
             future = self._processor.submit(self._prepare, held)

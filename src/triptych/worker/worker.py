@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from triptych.config import EngineConfig
+from triptych.engine.admission import check_role
 from triptych.engine.core import EngineCore
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
@@ -28,6 +29,7 @@ from triptych.engine.request import RequestSpec
 from triptych.errors import ConfigError, FailureReason, InternalError, RequestError
 from triptych.media.processor import MediaProcessor
 from triptych.models.loader import LoadedModel, Parts, load_model
+from triptych.output import ECTicket
 from triptych.runner.model_runner import ModelRunner, make_runner
 from triptych.transfer.planes import make_data_plane
 from triptych.worker.engine_thread import EngineThread
@@ -47,15 +49,15 @@ class Worker:
         self.config = config
         self.info = _describe(config, f"{config.role}-{uuid.uuid4().hex[:12]}")
         loaded = load_model(config.model, _parts(config), _device(config), progress)
-        self._resources = ExitStack()  # closed in reverse: media pool, engine thread, data plane, caches
+        self._resources = ExitStack()  # closed in reverse: engine thread, media pool, data plane, caches
         self._streams = EventStreams()
         runner = self._make_runner(config, loaded)
         core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
         self._scheduler = core.scheduler
         self._thread = EngineThread(core, self._on_events, self._on_death)
         self._media = MediaPreparation(MediaProcessor(config.media.num_threads), loaded.adapter.preprocess, self._on_prepared)
-        self._resources.callback(self._thread.close)
         self._resources.callback(self._media.close)
+        self._resources.callback(self._thread.close)
         self._thread.start()
 
     def _make_runner(self, config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
@@ -72,8 +74,11 @@ class Worker:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
-        """The request's events; the last one is terminal. Closing the generator early aborts the request."""
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """The request's events; the last one is terminal. Closing the generator early aborts the request.
+
+        Raises `RequestError` at once for a call that this worker's role cannot serve.
+        """
         ec, kv = request.ec_transfer_params, request.kv_transfer_params
         spec = RequestSpec(
             request_id=request.request_id,
@@ -85,22 +90,26 @@ class Worker:
             kv_ticket=kv.ticket,
             priority=request.priority,
         )
-        queue = self._streams.open(request.request_id)
+        check_role(spec, self.config)
+        return self._generate(spec, ec.tickets)
+
+    async def _generate(self, spec: RequestSpec, tickets: tuple[ECTicket, ...]) -> AsyncGenerator[GenerateEvent, None]:
+        queue = self._streams.open(spec.request_id)
         has_ended = False
         try:
-            for ticket in ec.tickets:
+            for ticket in tickets:
                 self._thread.submit(lambda core, ticket=ticket: core.announce(ticket))
             self._thread.submit(lambda core: core.add_request(spec))
             while not has_ended:
                 event = await queue.get()
                 if isinstance(event, Encoded | EncodeFailed):
-                    raise InternalError(f"the id {request.request_id} is an encode's as well.")
+                    raise InternalError(f"the id {spec.request_id} is an encode's as well.")
                 has_ended = not isinstance(event, NewTokens | ECNeeded)
                 yield event
         finally:
-            self._streams.close(request.request_id)
+            self._streams.close(spec.request_id)
             if not has_ended:
-                await self.abort(request.request_id)
+                await self.abort(spec.request_id)
 
     async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
         """Raises `RequestError` if this worker has no tower. Cancelling the call aborts the encode."""

@@ -59,7 +59,7 @@ class History:
             self._act()
         self.fabric.is_holding = False
         self.fabric.failures.clear()
-        for _ in range(3000):
+        for _ in range(12_000):
             self._pump(self.rng.choice(self.engines))
             self.clock.now += 0.02  # a lost announcement ends in its deadline
             if all(client.is_over for client in self.clients):

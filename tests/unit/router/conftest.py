@@ -9,15 +9,19 @@ from io import BytesIO
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import uvicorn
+from aiohttp import web
 from PIL import Image
 
 from triptych.config import ClusterLayout, MediaConfig, ModelConfig
 from triptych.demo import CHECKPOINT
+from triptych.errors import OverloadedError, TriptychError
 from triptych.media.item import MediaItem
 from triptych.models.inspect import resolve_model
 from triptych.router.fake_worker_client import DECODE, ENCODE, FIRST_ID, PREFILL, SPAN, FakeCosts, FakePlane, FakeWorkerClient
+from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline
 from triptych.router.placement import Placement
@@ -26,6 +30,21 @@ from triptych.router.router import Router, make_app
 from triptych.router.running_request import GenerateJob
 from triptych.router.serving import Serving, ServingLimits, open_serving
 from triptych.sampling_params import SamplingParams
+from triptych.worker.protocol import (
+    ABORT_PATH,
+    EC_PATH,
+    ENCODE_HEADER,
+    ENCODE_PATH,
+    GENERATE_PATH,
+    INFO_PATH,
+    RELEASE_PATH,
+    WATCH_PATH,
+    AbortRequest,
+    ECDelivery,
+    EncodeRequest,
+    GenerateRequest,
+    ReleaseRequest,
+)
 
 
 def key_of(number: int) -> str:
@@ -192,3 +211,102 @@ def png() -> Callable[..., bytes]:
         return buffer.getvalue()
 
     return make
+
+
+# --- a worker behind HTTP ---
+
+
+class FakeServer:
+    """One fake worker behind HTTP, on its own port."""
+
+    def __init__(self, worker: FakeWorkerClient) -> None:
+        self.worker = worker
+        self.heartbeat_s = 0.02
+        app = web.Application()
+        app.router.add_post(GENERATE_PATH, self.generate)
+        app.router.add_post(ENCODE_PATH, self.encode)
+        app.router.add_post(EC_PATH, self.deliver)
+        app.router.add_post(ABORT_PATH, self.abort)
+        app.router.add_post(RELEASE_PATH, self.release)
+        app.router.add_get(INFO_PATH, self.info)
+        app.router.add_get(WATCH_PATH, self.watch)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        self.url = ""
+        self.odd_answer = b""  # in place of an encode's
+
+    async def start(self) -> None:
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        message = msgspec.json.decode(await request.read(), type=GenerateRequest)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        events = self.worker.generate(message)
+        try:
+            first = await anext(events)
+        except TriptychError as error:
+            return refuse(error)
+        await response.prepare(request)
+        await response.write(b"data: " + msgspec.json.encode(first) + b"\n\n")
+        async for event in events:
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+        return response
+
+    async def encode(self, request: web.Request) -> web.Response:
+        message = msgspec.json.decode(request.headers[ENCODE_HEADER], type=EncodeRequest)
+        if self.odd_answer:
+            return web.Response(body=self.odd_answer)
+        try:
+            return web.Response(body=msgspec.json.encode(await self.worker.encode(message, await request.read())))
+        except TriptychError as error:
+            return refuse(error)
+
+    async def deliver(self, request: web.Request) -> web.Response:
+        await self.worker.deliver(msgspec.json.decode(await request.read(), type=ECDelivery))
+        return web.Response(status=204)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        await self.worker.abort(msgspec.json.decode(await request.read(), type=AbortRequest).id)
+        return web.Response(status=204)
+
+    async def release(self, request: web.Request) -> web.Response:
+        await self.worker.release(msgspec.json.decode(await request.read(), type=ReleaseRequest).id)
+        return web.Response(status=204)
+
+    async def info(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.worker.info))
+
+    async def watch(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while self.heartbeat_s:
+            await response.write(b"data: {}\n\n")
+            await asyncio.sleep(self.heartbeat_s)
+        await asyncio.sleep(3600)  # silent
+        return response
+
+
+def refuse(error: TriptychError) -> web.Response:
+    body = {"error": {"message": error.message, "type": error.type, "param": None, "code": error.code}}
+    headers = {"retry-after": "7"} if isinstance(error, OverloadedError) else None
+    return web.Response(status=error.status, body=msgspec.json.encode(body), headers=headers)
+
+
+@asynccontextmanager
+async def _serve_worker(worker: FakeWorkerClient) -> AsyncGenerator[tuple[FakeServer, HttpWorkerClient]]:
+    server = FakeServer(worker)
+    await server.start()
+    async with make_session() as session:
+        client = await HttpWorkerClient.connect(server.url, session, silence_s=0.2)
+        try:
+            yield server, client
+        finally:
+            await server.runner.cleanup()
+
+
+@pytest.fixture
+def served() -> Callable[[FakeWorkerClient], AbstractAsyncContextManager[tuple[FakeServer, HttpWorkerClient]]]:
+    """A fake worker behind HTTP, and a client for it."""
+    return _serve_worker

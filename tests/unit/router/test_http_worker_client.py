@@ -4,130 +4,30 @@ The same contract runs over the fake itself: whatever is behind the interface, a
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 import pytest
-from aiohttp import web
 
 from triptych.engine.events import Encoded, EncodeFailed, Failed, Finished, GenerateEvent, HandedOver, NewTokens
-from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, TriptychError, WorkerLostError
+from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, WorkerLostError
 from triptych.router.fake_worker_client import FakeCosts, FakePlane, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.running_request import GenerateJob
 from triptych.router.worker_client import WorkerClient
 from triptych.worker.protocol import (
-    ABORT_PATH,
-    EC_PATH,
-    ENCODE_HEADER,
-    ENCODE_PATH,
-    GENERATE_PATH,
-    INFO_PATH,
-    RELEASE_PATH,
-    WATCH_PATH,
-    AbortRequest,
     ECDelivery,
     ECTransferParams,
     EncodeRequest,
     GenerateRequest,
     KVTransferParams,
-    ReleaseRequest,
 )
 
 Make = Callable[..., Any]
 
 
-class FakeServer:
-    """One fake worker behind HTTP, on its own port."""
-
-    def __init__(self, worker: FakeWorkerClient) -> None:
-        self.worker = worker
-        self.heartbeat_s = 0.02
-        app = web.Application()
-        app.router.add_post(GENERATE_PATH, self.generate)
-        app.router.add_post(ENCODE_PATH, self.encode)
-        app.router.add_post(EC_PATH, self.deliver)
-        app.router.add_post(ABORT_PATH, self.abort)
-        app.router.add_post(RELEASE_PATH, self.release)
-        app.router.add_get(INFO_PATH, self.info)
-        app.router.add_get(WATCH_PATH, self.watch)
-        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-        self.url = ""
-
-    async def start(self) -> None:
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
-
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        message = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        events = self.worker.generate(message)
-        try:
-            first = await anext(events)
-        except TriptychError as error:
-            return refuse(error)
-        await response.prepare(request)
-        await response.write(b"data: " + msgspec.json.encode(first) + b"\n\n")
-        async for event in events:
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-        return response
-
-    async def encode(self, request: web.Request) -> web.Response:
-        message = msgspec.json.decode(request.headers[ENCODE_HEADER], type=EncodeRequest)
-        try:
-            return web.Response(body=msgspec.json.encode(await self.worker.encode(message, await request.read())))
-        except TriptychError as error:
-            return refuse(error)
-
-    async def deliver(self, request: web.Request) -> web.Response:
-        await self.worker.deliver(msgspec.json.decode(await request.read(), type=ECDelivery))
-        return web.Response(status=204)
-
-    async def abort(self, request: web.Request) -> web.Response:
-        await self.worker.abort(msgspec.json.decode(await request.read(), type=AbortRequest).id)
-        return web.Response(status=204)
-
-    async def release(self, request: web.Request) -> web.Response:
-        await self.worker.release(msgspec.json.decode(await request.read(), type=ReleaseRequest).request_id)
-        return web.Response(status=204)
-
-    async def info(self, request: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self.worker.info))
-
-    async def watch(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while self.heartbeat_s:
-            await response.write(b"data: {}\n\n")
-            await asyncio.sleep(self.heartbeat_s)
-        await asyncio.sleep(3600)  # silent
-        return response
-
-
-def refuse(error: TriptychError) -> web.Response:
-    body = {"error": {"message": error.message, "type": error.type, "param": None, "code": error.code}}
-    headers = {"retry-after": "7"} if isinstance(error, OverloadedError) else None
-    return web.Response(status=error.status, body=msgspec.json.encode(body), headers=headers)
-
-
-@asynccontextmanager
-async def served(worker: FakeWorkerClient) -> AsyncGenerator[tuple[FakeServer, HttpWorkerClient]]:
-    server = FakeServer(worker)
-    await server.start()
-    async with make_session() as session:
-        client = await HttpWorkerClient.connect(server.url, session, silence_s=0.2)
-        try:
-            yield server, client
-        finally:
-            await server.runner.cleanup()
-
-
 @pytest.fixture(params=["fake", "http"])
-async def client_and_worker(request: pytest.FixtureRequest) -> AsyncIterator[tuple[WorkerClient, FakeWorkerClient]]:
+async def client_and_worker(request: pytest.FixtureRequest, served: Make) -> AsyncIterator[tuple[WorkerClient, FakeWorkerClient]]:
     worker = FakeWorkerClient("EPD0", "EPD", FakePlane())
     if request.param == "fake":
         yield worker, worker
@@ -243,7 +143,7 @@ async def until(holds: Callable[[], bool]) -> None:
 # --- HTTP only
 
 
-async def test_a_server_that_dies_within_a_stream_is_a_lost_worker(make_job: Make) -> None:
+async def test_a_server_that_dies_within_a_stream_is_a_lost_worker(make_job: Make, served: Make) -> None:
     worker = FakeWorkerClient("EPD0", "EPD", FakePlane(), costs=FakeCosts(decode_s=0.01))
     worker.faults.die_after_tokens = 2
     async with served(worker) as (_, client):
@@ -251,7 +151,7 @@ async def test_a_server_that_dies_within_a_stream_is_a_lost_worker(make_job: Mak
             await collect(client, message_of(make_job()))
 
 
-async def test_a_port_where_nobody_listens_is_a_lost_worker(make_job: Make) -> None:
+async def test_a_port_where_nobody_listens_is_a_lost_worker(make_job: Make, served: Make) -> None:
     async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
         await server.runner.cleanup()
         for call in (
@@ -266,7 +166,7 @@ async def test_a_port_where_nobody_listens_is_a_lost_worker(make_job: Make) -> N
                 await HttpWorkerClient.connect(server.url, session)
 
 
-async def test_a_watch_ends_with_the_connection_and_with_silence() -> None:
+async def test_a_watch_ends_with_the_connection_and_with_silence(served: Make) -> None:
     for end in ("connection", "silence"):
         async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
             watch = asyncio.create_task(client.watch())
@@ -279,27 +179,14 @@ async def test_a_watch_ends_with_the_connection_and_with_silence() -> None:
             await asyncio.wait_for(watch, 2)
 
 
-async def test_what_the_protocol_does_not_know_is_an_internal_error() -> None:
-    worker = FakeWorkerClient("EPD0", "EPD", FakePlane())
-    async with served(worker) as (server, client):
-        del client
-        server.worker.info = msgspec.structs.replace(worker.info, role="X")
-
-        async def odd(request: web.Request) -> web.Response:
-            return web.Response(body=b'{"worker_id": 5}')
-
-        app = web.Application()
-        app.router.add_get(INFO_PATH, odd)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with make_session() as session:
-            with pytest.raises(InternalError, match="protocol"):
-                await HttpWorkerClient.connect(f"http://127.0.0.1:{runner.addresses[0][1]}", session)
-        await runner.cleanup()
+async def test_what_the_protocol_does_not_know_is_an_internal_error(served: Make, make_job: Make) -> None:
+    async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
+        server.odd_answer = b'{"event": "gossip", "id": 5}'
+        with pytest.raises(InternalError, match="protocol"):
+            await client.encode(EncodeRequest("e", "k", "image", 1), b"")
 
 
-async def test_a_ticket_longer_than_a_readers_line_limit_arrives(make_job: Make) -> None:
+async def test_a_ticket_longer_than_a_readers_line_limit_arrives(make_job: Make, served: Make) -> None:
     worker = FakeWorkerClient("EPD0", "EPD", FakePlane())
     async with served(worker) as (_, client):
         worker.faults.generates.append(Failed("", "x" * 1_000_000, "internal_error", 500))

@@ -83,6 +83,7 @@ def test_a_picture_is_encoded_where_it_is_prefilled_if_the_tower_is_there(make_c
         await cluster.generate(make_job(pictures=[1, 2]))
         assert [request.will_stay for request in cluster["EP0"].record.encodes] == [True, True]
         assert cluster["E0"].record.encodes == []
+        assert cluster["EP0"].record.released == ["r"]  # the KV; without tickets there is nothing else to release
 
     run_virtual(run())
 
@@ -141,6 +142,47 @@ def test_a_picture_which_prefill_probably_has_is_not_encoded_again(
             assert await cluster.generate(job) == expected(job)
         assert len(cluster["E0"].record.encodes) == 1
         assert cluster.count("triptych_encodes_total", kind="saved") == 1
+
+    run_virtual(run())
+
+
+def test_an_encodes_ticket_is_released_when_the_last_who_waited_for_it_has_read_the_item(
+    make_cluster: Make, make_job: Make
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1P2D1", costs=FakeCosts(encode_s=1.0, prefill_s=1.0))
+        cluster["P1"].costs = FakeCosts(prefill_s=5.0)
+        tasks = [asyncio.create_task(cluster.generate(make_job(pictures=[4], name=f"r{number}"))) for number in range(2)]
+        await asyncio.sleep(3)
+        assert cluster["E0"].record.released == []  # P1 is still at it
+        await asyncio.gather(*tasks)
+        (encode,) = cluster["E0"].record.encodes
+        assert cluster["E0"].record.released == [encode.encode_id]
+
+    run_virtual(run())
+
+
+def test_an_encodes_ticket_is_released_with_the_first_token_and_not_with_the_last(make_cluster: Make, make_job: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1PD1", costs=FakeCosts(decode_s=100.0))
+        task = asyncio.create_task(cluster.generate(make_job(pictures=[4])))
+        await asyncio.sleep(1)
+        assert len(cluster["E0"].record.released) == 1
+        await task
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize("at_s", [1.5, 2.5])
+def test_whoever_leaves_lets_go_of_the_tickets(at_s: float, make_cluster: Make, make_job: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1P1D1", costs=FakeCosts(encode_s=1.0, transfer_s=1.0, prefill_s=1.0))
+        task = asyncio.create_task(cluster.generate(make_job(pictures=[4])))
+        await asyncio.sleep(at_s)
+        task.cancel()
+        await asyncio.sleep(0.1)
+        (encode,) = cluster["E0"].record.encodes
+        assert cluster["E0"].record.released == [encode.encode_id]
 
     run_virtual(run())
 

@@ -16,7 +16,12 @@ from triptych.worker.protocol import WorkerInfo
 
 
 def make_worker(name: str, role: str, **info: Any) -> FakeWorkerClient:
-    values = {"fingerprint": FINGERPRINT, "max_model_len": 4096, "encoder_cache_rows": 512, "kv_cache_tokens": 1024} | info
+    values: dict[str, Any] = {
+        "fingerprint": FINGERPRINT,
+        "max_model_len": 4096,
+        "encoder_cache_rows": 512,
+        "kv_cache_tokens": 1024,
+    } | info
     return FakeWorkerClient(name, role, FakePlane(), info=WorkerInfo(worker_id=name, role=role, **values))
 
 

@@ -77,6 +77,16 @@ def test_two_parts_cannot_be_joined_to_a_special_token(parts: tuple[str, str], r
     ]
 
 
+@pytest.mark.parametrize("token", SPECIAL)
+def test_neither_end_of_a_users_text_completes_what_stands_beside_it(token: str, renderer: Renderer) -> None:
+    tokenizer = renderer.tokenizer
+    for cut in range(1, len(token)):
+        for rendered in (token[:cut] + tokenizer.guard(token[cut:] + " x"), tokenizer.guard("x " + token[:cut]) + token[cut:]):
+            ids = tokenizer.encode(rendered)
+            assert not set(ids) & set(ORACLE.all_special_ids), (token, cut)
+            assert token in ORACLE.decode(ids)
+
+
 def test_pictures_become_as_many_placeholders_as_they_have_rows(renderer: Renderer, png: Callable[..., bytes]) -> None:
     small, large = png((112, 112)), png((168, 112))  # 4 x 4 and 6 x 4 rows of 28 x 28 pixels
     message = ChatMessage("user", (MediaPart("image", small), MediaPart("image", large), TextPart("which is larger?")))

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 
 from triptych.demo import CHECKPOINT
 from triptych.errors import OverloadedError
-from triptych.router.fake_worker_client import FakeCosts
+from triptych.router.fake_worker_client import FakeCosts, FakePlane, FakeWorkerClient
 from triptych.router.options import RouterOptions
 
 Serve = Callable[..., Any]
@@ -214,6 +215,9 @@ async def test_other_errors_have_the_same_shape(serve: Serve) -> None:
         async with served.session.post(served.url + "/v1/chat/completions", data=b"{not json") as response:
             assert response.status == 400
             assert "not valid JSON" in (await response.json())["error"]["message"]
+        half = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'  # half a surrogate pair
+        async with served.session.post(served.url + "/v1/chat/completions", data=half) as response:
+            assert response.status == 400
 
 
 async def test_a_picture_without_encode_workers_in_the_layout_is_refused_with_the_remedy(
@@ -279,6 +283,50 @@ async def test_an_error_after_the_first_byte_is_an_event_and_then_the_end(serve:
         events = await served.stream(chat())
         assert json.loads(events[-2])["error"]["type"] == "worker_unavailable"
         assert events[-1] == "[DONE]"
+
+
+async def test_a_router_that_stops_ends_open_streams_with_an_error_event(serve: Serve) -> None:
+    async with serve("PD1") as served:
+        worker = served.workers["PD0"]
+        worker.costs = FakeCosts(decode_s=0.02)
+        worker.end_after = 10**6
+        streaming = asyncio.create_task(served.stream(chat(max_tokens=3000)))
+        await until(lambda: len(worker.record.generates) == 1)
+        await asyncio.sleep(0.1)
+        await served.serving.pipeline.stop()
+        events = await asyncio.wait_for(streaming, 2)
+        assert "stopping" in json.loads(events[-2])["error"]["message"]
+        assert events[-1] == "[DONE]"
+        assert len(worker.record.aborted) == 1
+
+
+async def test_a_worker_that_registers_is_used_and_one_with_other_weights_is_refused(
+    serve: Serve, served: Any, demo_model: Any
+) -> None:
+    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    async with serve("PD1", present=[]) as router, served(behind) as (server, _):
+        status, answer = await router.post({"url": server.url}, path="/workers")
+        assert status == 400
+        assert "weights_digest" in answer["error"]["message"]
+        fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
+        behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
+        for _ in range(2):  # again does no harm
+            status, answer = await router.post({"url": server.url}, path="/workers")
+            assert (status, answer) == (200, {"id": "PD9", "role": "PD"})
+        status, _ = await router.post(chat())
+        assert status == 200
+        assert len(behind.record.generates) == 1
+        await server.runner.cleanup()
+        await until(lambda: router.serving.pool.workers == ())
+
+
+async def test_named_workers_are_looked_for_until_they_are_there(serve: Serve, served: Any, demo_model: Any) -> None:
+    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
+    behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
+    async with serve("PD1", present=[]) as router, served(behind) as (server, _):
+        router.serving.membership.look_for([server.url])
+        await until(lambda: [worker.id for worker in router.serving.pool.workers] == ["PD9"])
 
 
 async def test_a_client_that_leaves_a_stream_or_waits_no_longer_aborts_it(serve: Serve) -> None:

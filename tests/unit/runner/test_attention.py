@@ -150,6 +150,12 @@ def test_an_argument_that_it_cannot_honour_is_refused(name: str) -> None:
         attend(BATCH, **unknown)
 
 
+@pytest.mark.parametrize("given", [{"is_causal": False}, {"dropout": 0.1}])
+def test_attention_of_another_kind_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="its own masks"):
+        attend(BATCH, **given)
+
+
 def test_arguments_that_say_nothing_are_accepted() -> None:
-    outs = attend(BATCH, position_ids=torch.zeros(1), position_bias=None, use_cache=False)
+    outs = attend(BATCH, position_ids=torch.zeros(1), position_bias=None, use_cache=False, is_causal=True)
     torch.testing.assert_close(outs[0], reference(BATCH[0], False, None, None, None), rtol=1e-5, atol=1e-5)

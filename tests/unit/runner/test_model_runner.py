@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from triptych.errors import FailureReason
 from triptych.models.loader import Parts
 from triptych.output import (
     ECConnectorMetadata,
+    ECConnectorOutput,
     ECLoad,
     KVConnectorMetadata,
     KVLoad,
@@ -23,7 +25,8 @@ from triptych.output import (
     SchedulerOutput,
     TokenLogprob,
 )
-from triptych.runner.model_runner import make_runner
+from triptych.runner.ec_connector import ECConnector
+from triptych.runner.model_runner import ModelRunner, make_runner
 from triptych.sampling_params import SamplingParams
 from triptych.transfer.fake import FakeDataPlane, FakeNetwork
 
@@ -115,6 +118,16 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(hand: HandSchedu
     assert hand.tokens["preempted"][: len(before) + 4] == hand.tokens["kept"][: len(before) + 4]
 
 
+def test_a_request_that_starts_again_takes_no_second_row_of_the_block_table(hand: HandScheduler) -> None:
+    free_rows = hand.runner.block_table.num_free_rows
+    for _ in range(3):
+        hand.add("r", Prompt([text_of(1, 5)]))
+        hand.step({"r": 5})
+    assert hand.runner.block_table.num_free_rows == free_rows - 1
+    hand.step({}, finished_request_ids=("r", "never seen"))
+    assert hand.runner.block_table.num_free_rows == free_rows
+
+
 # --- what goes wrong for one goes wrong for it alone ---------------------------------------------------------------------
 
 
@@ -191,24 +204,38 @@ def test_a_window_without_blocks_fails_its_request_alone(hand: HandScheduler) ->
 
 
 def test_a_request_that_computes_nan_fails_alone_and_its_blocks_harm_nobody_later(hand: HandScheduler) -> None:
-    hand.add("first", Prompt([text_of(9, 6)]))
-    clean = hand.step({"first": 6}).sampled["first"]
+    for request_id in ("long", "clean"):
+        hand.add(request_id, Prompt([text_of(9, 6 if request_id == "clean" else 30)]))
+    hand.step({"long": 30, "clean": 6}, (CATS,))
     hand.add("bad", Prompt([text_of(1, 3), CATS]))
     hand.add("good", Prompt([text_of(9, 6)]))
-    hand.step({}, (CATS,))
     hand.runner.encoder_cache.rows.fill_(float("nan"))
     output = hand.step({"bad": 17, "good": 6})
     assert "NaN" in output.failed_requests["bad"]
-    assert output.sampled["good"].token_id == clean.token_id
-    # Three requests decode together in the blocks that hold NaN now, padded to different lengths.
+    assert hand.tokens["good"] == hand.tokens["clean"]
+    # `next` gets the blocks that hold NaN now. Padded to the length of `long`, it reads past its own end.
     hand.step({}, finished_request_ids=("bad",))
     hand.free_blocks = hand.blocks["bad"]
     hand.add("next", Prompt([text_of(9, 6)]))
     hand.step({"next": 6})
-    for _ in range(3):
-        output = hand.step({"first": 1, "good": 1, "next": 1})
-        assert output.failed_requests == {}
-    assert hand.tokens["first"] == hand.tokens["good"] == hand.tokens["next"]
+    hand.free_blocks = [*range(200, 256), *hand.free_blocks]  # the next blocks taken are still those with NaN
+    for _ in range(4):
+        assert hand.step({"next": 1, "long": 1}).failed_requests == {}
+    hand.free_blocks.reverse()
+    for _ in range(4):
+        hand.step({"clean": 1})
+    assert hand.tokens["next"] == hand.tokens["clean"]
+
+
+def test_the_kv_of_a_request_that_failed_is_not_published(tiny: TinyModel, engine_config: Callable[..., EngineConfig]) -> None:
+    plane = FakeDataPlane("P-1", FakeNetwork())
+    hand = HandScheduler(make_runner(engine_config("P", is_alone=False), tiny.parts[Parts.LANGUAGE_MODEL], plane))
+    hand.add("good", Prompt([text_of(9, 6)]))
+    hand.add("bad", Prompt([[20, 5000]]))
+    saves = (KVSave("good", 6, (1, 2)), KVSave("bad", 2, (3,)))
+    output = hand.step({"good": 6, "bad": 2}, kv_connector_metadata=KVConnectorMetadata(saves=saves, lease_s=9.0))
+    assert output.kv_connector_output is not None
+    assert set(output.kv_connector_output.published) == {"good"}
 
 
 # --- roles -------------------------------------------------------------------------------------------------------------
@@ -333,3 +360,23 @@ def test_a_request_whose_needed_load_fails_is_stalled_and_the_others_are_compute
     assert set(output.sampled) == {"text"}
     assert output.ec_connector_output is not None
     assert output.ec_connector_output.failed_loads == {CATS.key: FailureReason.PEER_LOST}
+
+
+def test_loads_begin_also_in_a_step_that_fails(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler waits for the end of each load that it ordered, so that none may get lost."""
+    entered: list[SchedulerOutput] = []
+
+    class Recorder(ECConnector):
+        def step(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[ECConnectorOutput | None]:
+            entered.append(scheduler_output)
+            return super().step(scheduler_output)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(runner, "ec_connector", Recorder())
+    monkeypatch.setattr(runner, "_update_states", broken)
+    output = SchedulerOutput()
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.execute_model(output)
+    assert entered == [output]

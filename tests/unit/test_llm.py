@@ -1,0 +1,75 @@
+"""`LLM` on the demo checkpoint. That the answers are right is tests/engine's business; here: what goes in and what comes out."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from PIL import Image
+
+from triptych import LLM
+from triptych.demo.pictures import draw, random_picture
+from triptych.errors import ConfigError, ContextOverflowError, RequestError
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", num_threads=1, kv_cache_mib=32, device="cpu") as llm:
+        yield llm
+
+
+def picture() -> Image.Image:
+    return draw(random_picture(Random(7), (112, 112)))
+
+
+def test_a_conversation_gives_an_answer_with_usage_and_timing(llm: LLM) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "what is it?"}]}]
+    output = llm.chat(messages, max_tokens=5, temperature=0, ignore_eos=True, logprobs=1)
+    assert output.finish_reason == "length"
+    assert output.usage.num_completion_tokens == len(output.token_ids) == len(output.logprobs) == 5
+    assert output.usage.num_rows == {"image": 16}
+    assert all(token.top[0][1] >= token.logprob for token in output.logprobs)
+    assert min(output.timing.values()) >= 0
+    assert output.timing["encode"] > 0
+
+
+def test_a_list_of_conversations_gives_each_the_answer_it_has_alone(llm: LLM) -> None:
+    prompts = ["hello", "what colour is the circle?", "count the shapes."]
+    together = llm.chat(prompts, max_tokens=4, temperature=0, ignore_eos=True)
+    assert [output.token_ids for output in together] == [
+        llm.chat(prompt, max_tokens=4, temperature=0, ignore_eos=True).token_ids for prompt in prompts
+    ]
+
+
+def test_modes_that_png_does_not_know_are_taken_as_rgb(llm: LLM) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture().convert("CMYK")}]}]
+    assert llm.chat(messages, max_tokens=1).usage.num_rows == {"image": 16}
+
+
+def test_it_can_be_called_within_a_running_loop(llm: LLM) -> None:
+    async def run() -> int:
+        return llm.chat("hello", max_tokens=1, ignore_eos=True).usage.num_completion_tokens
+
+    assert asyncio.run(run()) == 1
+
+
+def test_mistakes_are_typed_and_say_what_is_right(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
+        llm.chat("hello", max_token=1)
+    with pytest.raises(RequestError, match="'system', 'user' or 'assistant'"):
+        llm.chat([{"role": "tool", "content": "x"}])
+    with pytest.raises(RequestError, match="PIL image"):
+        llm.chat([{"role": "user", "content": [{"type": "picture"}]}])
+    with pytest.raises(ContextOverflowError):
+        llm.chat("hello " * 5000)
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM("demo", max_num_seq=3)
+
+
+def test_close_ends_its_threads_and_may_be_called_twice() -> None:
+    before = set(threading.enumerate())
+    llm = LLM("demo", num_threads=1, kv_cache_mib=16, device="cpu")
+    llm.close()
+    llm.close()
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []

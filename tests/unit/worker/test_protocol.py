@@ -1,0 +1,134 @@
+"""Messages go there and back unchanged, and what the protocol does not know is refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from worker_rig import config_of, encode_request, generate_request, key_of
+
+from triptych.engine.events import (
+    ECNeeded,
+    Encoded,
+    EncodeEvent,
+    EncodeFailed,
+    Failed,
+    Finished,
+    GenerateEvent,
+    HandedOver,
+    NewTokens,
+    StageTimings,
+)
+from triptych.errors import FailureReason
+from triptych.output import ECTicket, KVTicket, TokenLogprob
+from triptych.transfer.ticket import Ticket
+from triptych.worker.protocol import (
+    AbortRequest,
+    ECDelivery,
+    ECTransferParams,
+    GenerateRequest,
+    KVTransferParams,
+    RegisterRequest,
+    ReleaseRequest,
+    StartReport,
+    WorkerInfo,
+)
+
+DATA = Ticket("e1", "ec", (3, 1), (7, 9), 4096, 5000, "0123456789abcdef", 30.0, {"shm": "/run/e1"})
+EC_TICKET = ECTicket(key_of(0), 16, 192, "float32", DATA)
+KV_TICKET = KVTicket("r", 20, 16, 4096, "float32", DATA)
+
+
+def full_request() -> GenerateRequest:
+    request = generate_request(seed=0)
+    ec = ECTransferParams(request.ec_transfer_params.items, (EC_TICKET,))
+    return msgspec.structs.replace(request, ec_transfer_params=ec, kv_transfer_params=KVTransferParams(ticket=KV_TICKET))
+
+
+MESSAGES = (
+    generate_request(),
+    full_request(),
+    encode_request(will_stay=True),
+    ECDelivery("r", key_of(0), EC_TICKET),
+    ECDelivery("r", key_of(0), failure=FailureReason.BAD_MEDIA, message="broken"),
+    ECDelivery("r", key_of(0)),
+    AbortRequest("r"),
+    ReleaseRequest("r"),
+    RegisterRequest("http://127.0.0.1:1"),
+    StartReport(loaded=0.5, url="http://127.0.0.1:1"),
+    WorkerInfo("E-1", "E", config_of("E").fingerprint, 4096, 256, 0),
+)
+
+GENERATE_EVENTS = (
+    ECNeeded("r", key_of(0), FailureReason.EVICTED),
+    NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),), has_logprobs=True),
+    HandedOver("r", KV_TICKET, StageTimings(prefill_s=0.5)),
+    Finished("r", "stop", StageTimings(decode_s=1.5)),
+    Failed("r", "no", "ec_unavailable", 503, FailureReason.TIMEOUT),
+)
+ENCODE_EVENTS = (
+    Encoded("e", key_of(0), EC_TICKET, False, StageTimings(preprocess_s=0.1)),
+    Encoded("e", key_of(0), None, True, StageTimings()),
+    EncodeFailed("e", key_of(0), "broken", FailureReason.BAD_MEDIA),
+)
+
+
+def name_of(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
+def test_a_message_comes_back_as_it_was(message: msgspec.Struct):
+    assert msgspec.json.decode(msgspec.json.encode(message), type=type(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=name_of)
+def test_an_unknown_field_of_a_message_is_refused(message: msgspec.Struct):
+    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(message))
+    with pytest.raises(msgspec.ValidationError, match="colour"):
+        msgspec.json.decode(msgspec.json.encode(fields | {"colour": "red"}), type=type(message))
+
+
+@pytest.mark.parametrize(
+    "path",
+    (
+        ("sampling_params",),
+        ("ec_transfer_params",),
+        ("ec_transfer_params", "items", 0),
+        ("ec_transfer_params", "tickets", 0),
+        ("ec_transfer_params", "tickets", 0, "data"),
+        ("kv_transfer_params",),
+        ("kv_transfer_params", "ticket"),
+        ("kv_transfer_params", "ticket", "data"),
+    ),
+)
+def test_an_unknown_field_at_any_depth_is_refused(path: tuple[str | int, ...]):
+    fields: Any = msgspec.json.decode(msgspec.json.encode(full_request()))
+    inner = fields
+    for step in path:
+        inner = inner[step]
+    inner["colour"] = "red"
+    with pytest.raises(msgspec.ValidationError, match="colour"):
+        msgspec.json.decode(msgspec.json.encode(fields), type=GenerateRequest)
+
+
+@pytest.mark.parametrize("field", ("request_id", "token_ids", "num_prompt_tokens", "sampling_params"))
+def test_what_a_request_cannot_do_without_is_asked_for(field: str):
+    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(generate_request()))
+    del fields[field]
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.json.decode(msgspec.json.encode(fields), type=GenerateRequest)
+
+
+@pytest.mark.parametrize("event", GENERATE_EVENTS, ids=name_of)
+def test_a_generate_event_comes_back_as_it_was(event: GenerateEvent):
+    assert msgspec.json.decode(msgspec.json.encode(event), type=GenerateEvent) == event
+
+
+@pytest.mark.parametrize("event", ENCODE_EVENTS, ids=name_of)
+def test_an_encode_event_comes_back_as_it_was(event: EncodeEvent):
+    assert msgspec.json.decode(msgspec.json.encode(event), type=EncodeEvent) == event
+
+
+def test_no_two_events_share_a_tag():
+    tags = {type(event).__struct_config__.tag for event in (*GENERATE_EVENTS, *ENCODE_EVENTS)}
+    assert len(tags) == 7
