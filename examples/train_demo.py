@@ -294,7 +294,8 @@ STAGES = (
     Stage("one picture", 200, (4e-3, 4e-3)),
     Stage("several small pictures", 500, (3e-3, 3e-3), counts=(1, 2, 2, 3)),
     Stage("several pictures", 400, (3e-3, 3e-3), SIDES, (1, 2, 3)),
-    Stage("last", 1200, (3e-3, 0.0), SIDES, (1, 2, 2, 3, 3)),
+    Stage("many pictures", 1200, (3e-3, 0.0), SIDES, (1, 2, 2, 3, 3)),
+    Stage("polish", 900, (1.5e-3, 0.0), SIDES, (1, 2, 2, 3, 3)),
 )
 
 

@@ -17,6 +17,7 @@ from triptych.router.pipeline import Pipeline
 from triptych.router.placement import Placement
 from triptych.router.pool import WorkerPool
 from triptych.router.running_request import GenerateJob
+from triptych.router.timing import Stopwatch
 from triptych.sampling_params import SamplingParams
 from triptych.worker.worker import Worker
 
@@ -45,7 +46,7 @@ class Cluster:
 
     async def ask(self, job: GenerateJob) -> Answer:
         answer = Answer()
-        async with self.pipeline.run(job, asyncio.get_running_loop().time()) as running:
+        async with self.pipeline.run(job, Stopwatch()) as running:
             async for tokens in running.tokens():
                 answer.tokens += [token.token_id for token in tokens]
                 answer.logprobs += [token.logprob for token in tokens]

@@ -1,6 +1,6 @@
 """What the engine tells the outside about requests and encodes; sent as they are on a worker's event streams.
 
-A generate request's stream is: any number of `ECNeeded` and `NewTokens`, then exactly one terminal event: `Finished`,
+A generate request's stream is: any number of `ECNeeded`, `ECLoaded` and `NewTokens`, then exactly one terminal event: `Finished`,
 `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or `EncodeFailed`.
 """
 
@@ -36,6 +36,12 @@ class ECNeeded(Event, frozen=True, tag="ec_needed"):
 
     key: str
     reason: FailureReason
+
+
+class ECLoaded(Event, frozen=True, tag="ec_loaded"):
+    """An item that the request waited for has come from a peer: its ticket is not needed any more."""
+
+    key: str
 
 
 class NewTokens(Event, frozen=True, tag="new_tokens"):
@@ -87,6 +93,7 @@ class PreparationNeeded(msgspec.Struct, frozen=True):
     key: str
 
 
-GenerateEvent = ECNeeded | NewTokens | HandedOver | Finished | Failed
+TERMINAL_EVENTS = (HandedOver, Finished, Failed)  # of a generate request
+GenerateEvent = ECNeeded | ECLoaded | NewTokens | HandedOver | Finished | Failed
 EncodeEvent = Encoded | EncodeFailed
 EngineEvent = GenerateEvent | EncodeEvent | PreparationNeeded

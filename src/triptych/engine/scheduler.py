@@ -16,7 +16,7 @@ from triptych.engine.ec_connector import ActiveECConnectorScheduler, ECConnector
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.encode_scheduler import EncodeScheduler
 from triptych.engine.encoder_cache_manager import EncoderCacheManager
-from triptych.engine.events import ECNeeded, EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.events import ECLoaded, ECNeeded, EngineEvent, Failed, Finished, HandedOver, NewTokens
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_connector import get_kv_connector_scheduler
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
@@ -317,6 +317,8 @@ class Scheduler:
             for request_id, rank in self._ec.became_resident(key).items():
                 self._cache.pin(key, request_id, rank)
                 self._requests[request_id].timeline.ec_load_s = load_s
+                if key in ec_output.finished_loads:
+                    self._events.append(ECLoaded(request_id, key))
 
     def _load_failed(self, key: str, reason: FailureReason) -> None:
         for request_id in self._ec.fail(key):

@@ -17,7 +17,7 @@ from triptych.router.pipeline import Pipeline
 from triptych.router.pool import WorkerPool
 from triptych.router.render import ChatMessage, RenderedPrompt, Renderer
 from triptych.router.running_request import GenerateJob, RunningRequest
-from triptych.router.timing import Timing
+from triptych.router.timing import Stopwatch, Timing
 from triptych.sampling_params import SamplingParams
 
 CLIENT_LEFT = 499  # nginx's word for it; only metrics see it
@@ -107,11 +107,11 @@ class ChatService:
             self._metrics.requests.labels(outcome, str(status)).inc()
 
     async def _answer(self, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatEnd]:
-        arrived_at = asyncio.get_running_loop().time()
+        stopwatch = Stopwatch()
         async with self._pipeline.admitted():
-            prompt = await self._render(chat, arrived_at)
+            prompt = await self._render(chat, stopwatch)
             job = self._make_job(chat, prompt)
-            async with self._pipeline.run(job, arrived_at) as running:
+            async with self._pipeline.run(job, stopwatch) as running:
                 detokenizer = Detokenizer(self.renderer.tokenizer, chat.stop, chat.min_tokens)
                 num_tokens = 0
                 async with aclosing(read_deltas(running, detokenizer)) as deltas:
@@ -119,18 +119,18 @@ class ChatService:
                         num_tokens += len(delta.tokens)
                         yield delta
                 reason = "stop" if detokenizer.is_stopped else running.finish_reason
-                end = ChatEnd(reason, ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows), running.timing)
-                self._count(running, end.usage)
+                end = ChatEnd(reason, ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows), stopwatch.timing())
+                self._count(stopwatch, end.usage)
         yield end
 
-    async def _render(self, chat: ChatRequest, arrived_at: float) -> RenderedPrompt:
+    async def _render(self, chat: ChatRequest, stopwatch: Stopwatch) -> RenderedPrompt:
         if chat.has_media and not self._pool.takes_media:
             raise RequestError(
                 "this server has no encode worker and takes text only; start it with --encode 1 (or a role with E) to send media.",
                 param="messages",
             )
         try:
-            async with asyncio.timeout_at(arrived_at + self._request_timeout_s):
+            async with asyncio.timeout(self._request_timeout_s - stopwatch.elapsed_s):
                 return await self.renderer.render(chat.messages, self._session)
         except TimeoutError:
             message = (
@@ -185,11 +185,10 @@ class ChatService:
                     param="messages",
                 )
 
-    def _count(self, running: RunningRequest, usage: ChatUsage) -> None:
-        stopwatch = running.stopwatch
-        if stopwatch.first_token_at is not None:
-            self._metrics.ttft.observe(stopwatch.first_token_at - stopwatch.started_at)
-        self._metrics.e2e.observe(asyncio.get_running_loop().time() - stopwatch.started_at)
+    def _count(self, stopwatch: Stopwatch, usage: ChatUsage) -> None:
+        if stopwatch.to_first_token_s is not None:
+            self._metrics.ttft.observe(stopwatch.to_first_token_s)
+        self._metrics.e2e.observe(stopwatch.elapsed_s)
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.completion_tokens.inc(usage.num_completion_tokens)
 

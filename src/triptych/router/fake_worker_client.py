@@ -23,6 +23,7 @@ import msgspec
 
 from triptych.config import Fingerprint, Role, Stage
 from triptych.engine.events import (
+    TERMINAL_EVENTS,
     ECNeeded,
     Encoded,
     EncodeEvent,
@@ -188,7 +189,7 @@ class FakeWorkerClient(WorkerClient):
         has_ended = False
         try:
             async for event in self._generate(request):
-                has_ended = not isinstance(event, NewTokens | ECNeeded)
+                has_ended = isinstance(event, TERMINAL_EVENTS)
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
             if not has_ended:

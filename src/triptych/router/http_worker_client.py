@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from triptych.engine.events import ECNeeded, EncodeEvent, GenerateEvent, NewTokens
+from triptych.engine.events import TERMINAL_EVENTS, EncodeEvent, GenerateEvent
 from triptych.errors import InternalError, WorkerLostError
 from triptych.router.worker_client import WorkerClient, error_from_wire
 from triptych.worker.protocol import (
@@ -67,7 +67,7 @@ class HttpWorkerClient(WorkerClient):
         async with self._call("POST", GENERATE_PATH, data=body) as response:
             async for payload in _sse_payloads(response.content):
                 event: GenerateEvent = _decode(payload, GenerateEvent)
-                if not isinstance(event, NewTokens | ECNeeded):
+                if isinstance(event, TERMINAL_EVENTS):
                     await _read_to_end(response)
                     yield event
                     return

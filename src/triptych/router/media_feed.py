@@ -1,18 +1,21 @@
 """`MediaFeed`: gets a request's items to the prefill worker where the request is.
 
-    an item:  wanted -> encoding -> delivered (a ticket, or "it is there") -> [ec_needed] -> encoding again, at most twice
+    an item:  wanted -> encoding -> delivered (a ticket, or "it is there") -> loaded: the ticket is let go
+                 ^          |             |                                     |
+                 +-- needed: faulty, at most twice again --+-- needed: evicted -+
                             +-> failed: the worker is told, and fails the request if it cannot do without
 
-A ticket goes with the request when it moves to another prefill worker, until one has computed the prompt.
+A ticket that was not read yet goes with the request when it moves to another prefill worker.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from triptych.engine.events import Encoded, StageTimings
+from triptych.engine.events import Encoded
 from triptych.errors import (
     FailureReason,
     MediaError,
@@ -28,6 +31,7 @@ from triptych.router.placement import Placement
 from triptych.router.pool import PooledWorker
 from triptych.router.releases import TicketLease
 from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
+from triptych.router.timing import EncodeTimes
 from triptych.worker.protocol import ECDelivery
 
 logger = logging.getLogger(__name__)
@@ -63,18 +67,17 @@ class FedItem:
 
 
 class MediaFeed:
-    """One per request. `on_encoded` hears the timings of each answered encode, and whether it ran where the request is."""
+    """One per request. `on_encoded` hears of each encode once its answer is delivered."""
 
     def __init__(
         self,
-        request_id: str,
         jobs: dict[str, ItemToEncode],
         encodes: SharedEncodes,
         placement: Placement,
         metrics: RouterMetrics,
-        on_encoded: Callable[[StageTimings, bool], None],
+        on_encoded: Callable[[EncodeTimes], None],
     ) -> None:
-        self._request_id = request_id
+        self._call_id = ""  # of the call to the prefill worker where the request is
         self._items = {key: FedItem(job) for key, job in jobs.items()}
         self._encodes = encodes
         self._placement = placement
@@ -91,8 +94,9 @@ class MediaFeed:
         return next((item.error for item in self._items.values() if item.error is not None), None)
 
     @asynccontextmanager
-    async def at(self, prefill: PooledWorker) -> AsyncGenerator[None]:
+    async def at(self, prefill: PooledWorker, call_id: str) -> AsyncGenerator[None]:
         """While inside, items go to `prefill`. What nobody is known to have is encoded without being asked for."""
+        self._call_id = call_id
         for item in self._items.values():
             item.delivery, item.was_redelivered = None, False
             if item.ticket is not None:
@@ -114,6 +118,18 @@ class MediaFeed:
         for item in self._items.values():
             item.let_go()
 
+    def arrived(self, key: str, prefill: PooledWorker) -> None:
+        """The worker has the rows now: the encode worker need not keep them for us."""
+        item = self._items.get(key)
+        if item is not None:
+            item.let_go()
+            self._placement.remember(prefill, key)
+
+    def read_by(self, prefill: PooledWorker) -> None:
+        """The prompt is computed, so that every item was there a moment ago."""
+        for key in self._items:
+            self._placement.remember(prefill, key)
+
     def need(self, key: str, reason: FailureReason, prefill: PooledWorker) -> None:
         """The worker asks for an item. Raises what is wrong with the item when there is nothing left to try."""
         item = self._items.get(key)
@@ -133,23 +149,28 @@ class MediaFeed:
             if reason == FailureReason.PEER_LOST:
                 item.avoid.add(item.ticket.data.producer)
             item.let_go()
+        if reason == FailureReason.EVICTED:
+            item.num_encodes = 0  # no fault: it had to make room, which may happen any number of times
         item.task = asyncio.create_task(self._supply(item, prefill, reason))
 
     async def _supply(self, item: FedItem, prefill: PooledWorker, reason: FailureReason = FailureReason.MISSING) -> None:
         """Encode and deliver; or tell the worker that the item cannot be had."""
+        started_at = time.perf_counter()
         try:
             if item.error is not None:
                 raise item.error
-            encoded = await self._encode(item, prefill, reason)
+            encoded, is_local = await self._encode(item, prefill, reason)
         except TriptychError as error:
             item.error = error
             failure = FailureReason.BAD_MEDIA if error.status < 500 else FailureReason.INTERNAL
-            await self._deliver(item, ECDelivery(self._request_id, item.key, failure=failure, message=str(error)), prefill)
+            await self._deliver(item, ECDelivery(self._call_id, item.key, failure=failure, message=str(error)), prefill)
             return
-        await self._deliver(item, ECDelivery(self._request_id, item.key, ticket=encoded.ticket), prefill)
+        await self._deliver(item, ECDelivery(self._call_id, item.key, ticket=encoded.ticket), prefill)
+        times = EncodeTimes(encoded.timings, is_local)
+        self._on_encoded(replace(times, transfer_s=max(0.0, time.perf_counter() - started_at - times.total_s)))
 
-    async def _encode(self, item: FedItem, prefill: PooledWorker, reason: FailureReason) -> Encoded:
-        """One worker after another, until one has it. `reason` is why it is wanted."""
+    async def _encode(self, item: FedItem, prefill: PooledWorker, reason: FailureReason) -> tuple[Encoded, bool]:
+        """One worker after another, until one has it, and whether that is the prefill worker itself. `reason` is why it is wanted."""
         while item.num_encodes < MAX_ENCODES:
             flight = self._encodes.join(item.job, prefill, item.avoid)
             if item.num_encodes:
@@ -165,10 +186,9 @@ class MediaFeed:
                 reason = FailureReason.TIMEOUT
             else:
                 if isinstance(event, Encoded):
-                    self._on_encoded(event.timings, flight.worker is prefill)
                     if event.ticket is not None:
                         item.ticket, item.lease = event.ticket, flight.lease
-                    return event
+                    return event, flight.worker is prefill
                 reason = event.reason
                 if not reason.is_retryable:
                     raise self._refused(event.message, reason)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from triptych.config import Stage
-from triptych.engine.events import ECNeeded, Failed, Finished, GenerateEvent, HandedOver, NewTokens
+from triptych.engine.events import ECLoaded, ECNeeded, Failed, Finished, GenerateEvent, HandedOver, NewTokens
 from triptych.errors import (
     DeadlineError,
     InternalError,
@@ -31,6 +31,7 @@ from triptych.router.pool import PooledWorker, WorkerPool
 from triptych.router.releases import Releases
 from triptych.router.running_request import GenerateJob, RunningRequest
 from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
+from triptych.router.timing import Stopwatch
 from triptych.router.worker_client import error_from_event
 from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransferParams
 
@@ -96,11 +97,11 @@ class Pipeline:
             self._metrics.in_flight.set(self._num_admitted)
 
     @asynccontextmanager
-    async def run(self, job: GenerateJob, arrived_at: float) -> AsyncGenerator[RunningRequest]:
-        """The request runs while the block does: leaving it early aborts it everywhere. `arrived_at` is an instant of the loop."""
+    async def run(self, job: GenerateJob, stopwatch: Stopwatch) -> AsyncGenerator[RunningRequest]:
+        """The request runs while the block does: leaving it early aborts it everywhere. `stopwatch` started with its arrival."""
         if self._is_stopping:
             raise _stopping_error()
-        request = RunningRequest(job, arrived_at)
+        request = RunningRequest(job, stopwatch)
         task = self._running[request] = asyncio.create_task(self._lead_to_its_end(request), name=job.request_id)
         try:
             yield request
@@ -124,7 +125,7 @@ class Pipeline:
         """Exactly one of `finish` and `fail`, whatever happens, unless nobody listens any more."""
         feed = self._make_feed(request)
         try:
-            async with asyncio.timeout_at(request.stopwatch.started_at + self._request_timeout_s):
+            async with asyncio.timeout(self._request_timeout_s - request.stopwatch.elapsed_s):
                 request.finish(await self._lead(request, feed))
         except TimeoutError:
             message = f"the request did not end within {self._request_timeout_s:g} s; it was waiting for {request.waits_for}."
@@ -161,12 +162,14 @@ class Pipeline:
         kv = KVTransferParams(do_remote_decode=not worker.can(Stage.DECODE))
         message = _make_message(request, ECTransferParams(items, feed.tickets), kv)
         request.waits_for = f"prefill at {worker.id}"
-        async with feed.at(worker), aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
+        async with feed.at(worker, message.request_id), aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
             async for event in events:
                 match event:
                     case ECNeeded():
                         request.waits_for = f"item {event.key[:12]}, which {worker.id} needs ({event.reason})"
                         feed.need(event.key, event.reason, worker)
+                    case ECLoaded():
+                        feed.arrived(event.key, worker)
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
@@ -174,8 +177,7 @@ class Pipeline:
                     case Failed():
                         raise _judge(event, worker, Stage.PREFILL, feed.error)
                     case Finished() | HandedOver():
-                        for item in items:
-                            self._placement.remember(worker, item.key)
+                        feed.read_by(worker)
                         return event.reason if isinstance(event, Finished) else (event.ticket, worker)
         raise _silent(worker)
 
@@ -197,7 +199,7 @@ class Pipeline:
                             return event.reason
                         case Failed():
                             raise _judge(event, worker, Stage.DECODE, None)
-                        case ECNeeded() | HandedOver():
+                        case ECNeeded() | ECLoaded() | HandedOver():
                             raise InternalError(f"worker {worker.id} answered a decode with {type(event).__name__}.")
             raise _silent(worker)
 
@@ -205,8 +207,7 @@ class Pipeline:
         self, request: RunningRequest, worker: PooledWorker, stage: Stage, message: GenerateRequest
     ) -> AsyncGenerator[GenerateEvent]:
         """The worker's events, timed; raises `_ReplayError` when it is lost or full. Closing it aborts the request there."""
-        loop = asyncio.get_running_loop()
-        stay = request.stopwatch.begin(is_prefill=stage == Stage.PREFILL, now=loop.time())
+        stay = request.stopwatch.begin(is_prefill=stage == Stage.PREFILL)
         num_tokens = len(message.token_ids)
         self._placement.begin(worker, stage, num_tokens)
         try:
@@ -221,21 +222,19 @@ class Pipeline:
         except OverloadedError as error:
             raise _ReplayError(error, worker, "overloaded") from None
         finally:
-            stay.ended_at = loop.time()
+            request.stopwatch.end(stay)
             self._placement.end(worker, stage, num_tokens)
 
     def _make_feed(self, request: RunningRequest) -> MediaFeed:
         job = request.job
         jobs = {item.key: ItemToEncode(item, job.media[item.key], len(job.items)) for item in job.items}
-        return MediaFeed(
-            job.request_id, jobs, self._encodes, self._placement, self._metrics, on_encoded=request.stopwatch.add_encode
-        )
+        return MediaFeed(jobs, self._encodes, self._placement, self._metrics, on_encoded=request.stopwatch.add_encode)
 
 
 def _make_message(request: RunningRequest, ec: ECTransferParams, kv: KVTransferParams) -> GenerateRequest:
     job = request.job
     return GenerateRequest(
-        request_id=job.request_id,
+        request_id=request.next_call_id(),
         token_ids=tuple(request.token_ids),
         num_prompt_tokens=len(job.token_ids),
         sampling_params=job.sampling,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from triptych.errors import TriptychError
 from triptych.media.item import MediaItem
 from triptych.output import TokenLogprob
-from triptych.router.timing import Stopwatch, Timing
+from triptych.router.timing import Stopwatch
 from triptych.sampling_params import SamplingParams
 
 
@@ -26,10 +26,11 @@ class GenerateJob:
 class RunningRequest:
     """Written by the pipeline, read by who started it: any number of tokens, then one end."""
 
-    def __init__(self, job: GenerateJob, arrived_at: float) -> None:
+    def __init__(self, job: GenerateJob, stopwatch: Stopwatch) -> None:
         self.job = job
         self.token_ids = list(job.token_ids)  # prompt and what was generated
-        self.stopwatch = Stopwatch(arrived_at)
+        self.stopwatch = stopwatch
+        self._num_calls = 0
         self.finish_reason = ""
         self.waits_for = "a worker"  # in words, for the sentence of a deadline
         self._inbox: asyncio.Queue[tuple[TokenLogprob, ...] | TriptychError | None] = asyncio.Queue()
@@ -38,10 +39,10 @@ class RunningRequest:
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.job.token_ids)
 
-    @property
-    def timing(self) -> Timing:
-        """From arrival to now."""
-        return self.stopwatch.timing(asyncio.get_running_loop().time())
+    def next_call_id(self) -> str:
+        """Each call to a worker has an id of its own, so that what is under way for an earlier one cannot touch a later."""
+        self._num_calls += 1
+        return f"{self.job.request_id}-{self._num_calls}"
 
     async def tokens(self) -> AsyncGenerator[tuple[TokenLogprob, ...]]:
         """Ends when the request has finished, or raises its one error."""
@@ -51,7 +52,7 @@ class RunningRequest:
             yield message
 
     def add(self, tokens: tuple[TokenLogprob, ...]) -> None:
-        self.stopwatch.see_token(asyncio.get_running_loop().time())
+        self.stopwatch.see_token()
         self.token_ids.extend(token.token_id for token in tokens)
         self._inbox.put_nowait(tokens)
 

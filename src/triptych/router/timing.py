@@ -5,7 +5,8 @@ clocks are never compared. Stages that ran beside each other are counted along t
 had to wait for.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
 from triptych.engine.events import StageTimings
@@ -36,10 +37,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTimes:
-    """`is_local`: at the worker that prefills, whose one engine thread runs tower and language model in turn."""
+    """`is_local`: at the worker that prefills, whose one engine thread runs tower and language model in turn. `transfer_s`: what the
+    router saw pass from its call to the delivery of the answer, beyond what the encode worker accounts for."""
 
     timings: StageTimings = NO_TIMINGS
     is_local: bool = False
+    transfer_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -75,30 +78,45 @@ class Stay:
 
 
 class Stopwatch:
-    """Of one request, from its arrival."""
+    """Of one request, from its arrival. The loop's own clock will not do: uvloop's counts whole milliseconds."""
 
-    def __init__(self, now: float) -> None:
-        self.started_at = now
-        self.first_token_at: float | None = None
-        self.stays: list[Stay] = []
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started_at = clock()
+        self._first_token_at: float | None = None
+        self._stays: list[Stay] = []
 
-    def begin(self, *, is_prefill: bool, now: float) -> Stay:
-        self.stays.append(Stay(is_prefill, now))
-        return self.stays[-1]
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._started_at
 
-    def add_encode(self, timings: StageTimings, is_local: bool) -> None:
-        """An encode for the present stay was answered."""
-        if self.stays:
-            self.stays[-1].encodes.append(EncodeTimes(timings, is_local))
+    @property
+    def to_first_token_s(self) -> float | None:
+        return None if self._first_token_at is None else self._first_token_at - self._started_at
 
-    def see_token(self, now: float) -> None:
-        if self.first_token_at is None:
-            self.first_token_at = now
-        if self.stays[-1].first_token_at is None:
-            self.stays[-1].first_token_at = now
+    def begin(self, *, is_prefill: bool) -> Stay:
+        self._stays.append(Stay(is_prefill, self._clock()))
+        return self._stays[-1]
 
-    def timing(self, now: float) -> Timing:
-        return break_down(now - self.started_at, [(stay.timings(now), stay.critical_encode) for stay in self.stays])
+    def end(self, stay: Stay) -> None:
+        stay.ended_at = self._clock()
+
+    def add_encode(self, encode: EncodeTimes) -> None:
+        """An encode for the present stay was answered and delivered."""
+        if self._stays:
+            self._stays[-1].encodes.append(encode)
+
+    def see_token(self) -> None:
+        now = self._clock()
+        if self._first_token_at is None:
+            self._first_token_at = now
+        if self._stays[-1].first_token_at is None:
+            self._stays[-1].first_token_at = now
+
+    def timing(self) -> Timing:
+        """From arrival to now."""
+        now = self._clock()
+        return break_down(now - self._started_at, [(stay.timings(now), stay.critical_encode) for stay in self._stays])
 
 
 def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]) -> Timing:
@@ -117,20 +135,21 @@ def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]
 
 
 def _split(timings: StageTimings, encode: EncodeTimes) -> dict[str, float]:
-    """The wait for an item ended when it arrived, so it is filled from its end: what the encode does not explain is transfer; an encode
-    longer than the wait began while prefill was busy with what stood before the item, and loses its beginning. But where the
-    tower ran in a step that prefilled this request, its time is part of `prefill_s` and not of the wait."""
+    """The wait for an item ended when it arrived, so it is filled from its end: first the transfer, then the encode; an encode longer than
+    what is left began while prefill was busy with what stood before the item, and loses its beginning. What neither explains is
+    transfer, too. But where the tower ran in a step that prefilled this request, its time is part of `prefill_s` and not of the wait."""
     is_in_prefill = encode.is_local and timings.ec_wait_s < encode.total_s
     in_prefill_s = min(encode.timings.encode_s, timings.prefill_s) if is_in_prefill else 0.0
     waited_for_s = encode.total_s - in_prefill_s
-    hidden_s = max(0.0, waited_for_s - timings.ec_wait_s)
+    transfer_s = 0.0 if encode.is_local else min(timings.ec_wait_s, encode.transfer_s + timings.ec_load_s)
+    hidden_s = max(0.0, waited_for_s - (timings.ec_wait_s - transfer_s))
     preprocess_s, hidden_s = _cut(encode.timings.preprocess_s, hidden_s)
     encode_queue_s, hidden_s = _cut(encode.timings.encode_queue_s, hidden_s)
     return {
         "preprocess": preprocess_s,
         "encode_queue": encode_queue_s,
         "encode": encode.timings.encode_s - hidden_s,
-        "ec_transfer": max(0.0, timings.ec_wait_s - waited_for_s),
+        "ec_transfer": max(transfer_s, timings.ec_wait_s - waited_for_s),
         "prefill_queue": timings.prefill_queue_s,
         "prefill": timings.prefill_s - in_prefill_s,
         "kv_transfer": timings.kv_transfer_s,

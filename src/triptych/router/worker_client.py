@@ -21,8 +21,6 @@ from triptych.errors import (
 )
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
 
-TERMINAL_EVENTS = ("finished", "handed_over", "failed")
-
 
 class WorkerClient(ABC):
     """One worker. Every call raises `WorkerLostError` when the process cannot be reached or dies meanwhile, and

@@ -15,14 +15,13 @@ from triptych.engine.admission import check_role
 from triptych.engine.core import EngineCore
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
-    ECNeeded,
+    TERMINAL_EVENTS,
     Encoded,
     EncodeEvent,
     EncodeFailed,
     EngineEvent,
     Failed,
     GenerateEvent,
-    NewTokens,
     PreparationNeeded,
 )
 from triptych.engine.request import RequestSpec
@@ -104,7 +103,7 @@ class Worker:
                 event = await queue.get()
                 if isinstance(event, Encoded | EncodeFailed):
                     raise InternalError(f"the id {spec.request_id} is an encode's as well.")
-                has_ended = not isinstance(event, NewTokens | ECNeeded)
+                has_ended = isinstance(event, TERMINAL_EVENTS)
                 yield event
         finally:
             self._streams.close(spec.request_id)

@@ -29,6 +29,7 @@ from triptych.router.pool import WorkerPool
 from triptych.router.router import Router, make_app
 from triptych.router.running_request import GenerateJob
 from triptych.router.serving import Serving, ServingLimits, open_serving
+from triptych.router.timing import Stopwatch
 from triptych.sampling_params import SamplingParams
 from triptych.worker.protocol import (
     ABORT_PATH,
@@ -85,7 +86,7 @@ class Cluster:
         return worker
 
     async def generate(self, job: GenerateJob) -> list[int]:
-        async with self.pipeline.run(job, asyncio.get_running_loop().time()) as running:
+        async with self.pipeline.run(job, Stopwatch(asyncio.get_running_loop().time)) as running:
             return [token.token_id async for batch in running.tokens() for token in batch]
 
     def assert_idle(self) -> None:

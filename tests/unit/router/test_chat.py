@@ -1,6 +1,5 @@
 """Tokens that come several at once, and what of them counts."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from triptych.router.chat import read_deltas
 from triptych.router.detokenizer import Detokenizer
 from triptych.router.prompt_tokenizer import PromptTokenizer
 from triptych.router.running_request import RunningRequest
+from triptych.router.timing import Stopwatch
 from triptych.router.virtual_time import run_virtual
 
 ORACLE = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -27,8 +27,8 @@ def tokens_of(text: str) -> tuple[TokenLogprob, ...]:
 
 def test_what_follows_a_stop_string_in_the_same_batch_is_neither_sent_nor_counted(make_job: Make) -> None:
     async def run() -> None:
-        running = RunningRequest(make_job(), asyncio.get_running_loop().time())
-        running.stopwatch.begin(is_prefill=True, now=0.0)
+        running = RunningRequest(make_job(), Stopwatch())
+        running.stopwatch.begin(is_prefill=True)
         red, stop, rest = tokens_of("red"), tokens_of("."), tokens_of(" blue")
         running.add(red + stop + rest)
         running.finish("length")
@@ -40,8 +40,8 @@ def test_what_follows_a_stop_string_in_the_same_batch_is_neither_sent_nor_counte
 
 def test_tokens_that_came_before_an_error_are_still_given_out(make_job: Make) -> None:
     async def run() -> None:
-        running = RunningRequest(make_job(), asyncio.get_running_loop().time())
-        running.stopwatch.begin(is_prefill=True, now=0.0)
+        running = RunningRequest(make_job(), Stopwatch())
+        running.stopwatch.begin(is_prefill=True)
         running.add(tokens_of("red"))
         running.fail(InternalError("broken"))
         texts: list[str] = []

@@ -83,7 +83,7 @@ def test_a_picture_is_encoded_where_it_is_prefilled_if_the_tower_is_there(make_c
         await cluster.generate(make_job(pictures=[1, 2]))
         assert [request.will_stay for request in cluster["EP0"].record.encodes] == [True, True]
         assert cluster["E0"].record.encodes == []
-        assert cluster["EP0"].record.released == ["r"]  # the KV; without tickets there is nothing else to release
+        assert cluster["EP0"].record.released == ["r-1"]  # the KV; without tickets there is nothing else to release
 
     run_virtual(run())
 
@@ -99,7 +99,7 @@ def test_the_decode_worker_gets_prompt_tokens_and_ticket_and_the_ticket_is_relea
         assert request.token_ids == (*job.token_ids, tokens[0])
         assert request.num_prompt_tokens == len(job.token_ids)
         assert request.ec_transfer_params.items == job.items
-        assert cluster["P0"].record.released == [job.request_id]
+        assert cluster["P0"].record.released == [f"{job.request_id}-1"]
 
     run_virtual(run())
 
@@ -316,7 +316,7 @@ def test_a_lost_decode_worker_costs_no_token_and_doubles_none(
         assert list(again.token_ids) == [*job.token_ids, *expected(job)[: num_tokens + 1]]
         assert again.num_prompt_tokens == len(job.token_ids)
         assert again.sampling_params.seed == 99
-        assert sorted(cluster["P0"].record.released) == ["r", "r"]
+        assert sorted(cluster["P0"].record.released) == ["r-1", "r-3"]
 
     run_virtual(run())
 
@@ -339,7 +339,7 @@ def test_kv_that_cannot_be_read_is_prefilled_again(make_cluster: Make, make_job:
         job = make_job()
         task = asyncio.create_task(cluster.generate(job))
         await asyncio.sleep(0.5)
-        cluster["P0"].lose("r")
+        cluster["P0"].lose("r-1")
         assert await task == expected(job)
         assert len(cluster["P0"].record.generates) == 2
         assert cluster.count("triptych_replays_total", reason="missing") == 1
@@ -439,7 +439,7 @@ def test_a_client_that_leaves_is_forgotten_everywhere(at_s: float, make_cluster:
         await asyncio.sleep(0.1)
         aborted = [name for name, worker in cluster.workers.items() if worker.record.aborted]
         assert aborted == {0.5: ["E0", "P0"], 1.5: ["P0"], 2.5: ["D0"]}[at_s]
-        assert cluster["P0"].record.released == (["r"] if at_s == 2.5 else [])
+        assert cluster["P0"].record.released == (["r-1"] if at_s == 2.5 else [])
         cluster.assert_idle()
 
     run_virtual(run())

@@ -78,9 +78,20 @@ def test_without_a_report_the_routers_own_view_stands_in() -> None:
 
 
 def test_the_item_that_came_last_is_the_critical_one() -> None:
-    stopwatch = Stopwatch(0.0)
-    stopwatch.begin(is_prefill=True, now=0.0)
-    stopwatch.add_encode(StageTimings(encode_s=9.0), is_local=False)
-    stopwatch.add_encode(StageTimings(encode_s=1.0), is_local=False)
-    stopwatch.stays[0].reported = StageTimings(ec_wait_s=1.0)
-    assert stopwatch.timing(now=1.0) == Timing(encode=1000.0)
+    instants = iter((0.0, 0.0, 1.0))  # arrival, begin, the question
+    stopwatch = Stopwatch(lambda: next(instants))
+    stay = stopwatch.begin(is_prefill=True)
+    stopwatch.add_encode(EncodeTimes(StageTimings(encode_s=9.0)))
+    stopwatch.add_encode(EncodeTimes(StageTimings(encode_s=1.0)))
+    stay.reported = StageTimings(ec_wait_s=1.0)
+    assert stopwatch.timing() == Timing(encode=1000.0)
+
+
+def test_a_wait_is_filled_from_its_end_with_transfer_then_with_the_encode() -> None:
+    # the encode of 45 ms began 15 ms before prefill ran out of work; then 8 ms on the way and 2 ms for the copy
+    prefill = StageTimings(ec_wait_s=0.040, ec_load_s=0.002, prefill_s=0.020)
+    parts = break_down(0.060, [(prefill, EncodeTimes(ENCODE, transfer_s=0.008))]).to_dict()
+    assert parts["ec_transfer"] == pytest.approx(10.0)
+    assert parts["preprocess"] + parts["encode_queue"] + parts["encode"] == pytest.approx(30.0)
+    assert parts["encode"] == pytest.approx(ENCODE.encode_s * 1000)
+    assert parts["router"] == pytest.approx(0.0)
