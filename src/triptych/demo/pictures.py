@@ -75,10 +75,10 @@ def draw(picture: Picture) -> Image.Image:
     return image
 
 
-def random_picture(rng: Random, size: tuple[int, int]) -> Picture:
-    """One to three shapes at random places; size is (width, height), each at least 112."""
+def random_picture(rng: Random, size: tuple[int, int], palette: Sequence[str] = tuple(COLOURS)) -> Picture:
+    """One to three shapes at random places; size is (width, height), each at least 112; palette, three colours or more."""
     count = rng.randint(1, len(KINDS))
-    kinds, colours = rng.sample(KINDS, count), rng.sample(tuple(COLOURS), count)
+    kinds, colours = rng.sample(KINDS, count), rng.sample(palette, count)
     while True:  # three large shapes do not fit at every first try: start over until they do
         shapes = tuple(_random_shape(rng, size, *look) for look in zip(kinds, colours, strict=True))
         if not any(a.overlaps(b) for i, a in enumerate(shapes) for b in shapes[:i]):

@@ -101,10 +101,11 @@ class Scheduler:
             self._events.append(Failed(request_id, message, type, status, reason))
 
     def abort(self, id: str) -> None:
-        """A request or an encode whose caller has left. Idempotent; gives no event."""
+        """A request or an encode whose caller has left. Idempotent; gives no event. An answer that it just missed is not needed, either."""
         if id in self._requests:
             self._drop(self._requests[id])
         self._encodes.abort(id)
+        self.release(id)
 
     def release(self, id: str) -> None:
         """The ticket of a request or an encode is not needed any more. Idempotent."""

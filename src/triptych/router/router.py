@@ -2,16 +2,13 @@
 
 import asyncio
 import logging
-import signal
 import socket
 import time
 from collections.abc import Coroutine
-from types import FrameType
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
-import uvicorn
 import uvloop
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,11 +22,11 @@ from triptych.errors import (
     InternalError,
     OverloadedError,
     RequestError,
-    StartError,
     TooLargeError,
     TriptychError,
     UnknownModelError,
 )
+from triptych.http_server import StoppingServer, bind
 from triptych.models.inspect import resolve_model
 from triptych.router.options import RouterOptions
 from triptych.router.protocol import ChatCompletionRequest, ModelCard, ModelList, error_body
@@ -186,26 +183,9 @@ async def _until_disconnect(receive: Receive) -> None:
 # --- the process ---------------------------------------------------------------------------------------------------
 
 
-class _StoppingServer(uvicorn.Server):
-    """Before uvicorn waits for open answers, their requests are ended, so that each stream still gets its last event."""
-
-    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
-        super().__init__(config)
-        self._serving = serving
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's own, it does not raise the signal again at the end: what stands behind `serve` must still run."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._serving.pipeline.stop()
-        await super().shutdown(sockets)
-
-
 def run_router(options: RouterOptions) -> None:
     """Serve until SIGINT or SIGTERM. Raises `ConfigError` for a model that cannot be served, `StartError` for a port in use."""
-    with _bind(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with bind(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, listener))
 
 
@@ -215,21 +195,4 @@ async def _serve(options: RouterOptions, listener: socket.socket) -> None:
     async with open_serving(model, options.layout, options.media, limits) as serving:
         serving.membership.look_for(options.worker_urls)
         app = make_app(Router(serving, model.name, model.max_model_len, options.max_body_nbytes))
-        config = uvicorn.Config(
-            app, http="httptools", lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_TIMEOUT_S
-        )
-        await _StoppingServer(config, serving).serve(sockets=[listener])
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise StartError(
-            f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another --port."
-        ) from None
-    return listener
+        await StoppingServer(app, serving.pipeline.stop).serve(sockets=[listener])

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
-import uvicorn
+import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from triptych.config import EngineConfig
 from triptych.engine.events import Failed, GenerateEvent
-from triptych.errors import OverloadedError, RequestError, StartError, TooLargeError, TriptychError
+from triptych.errors import OverloadedError, RequestError, TooLargeError, TriptychError
+from triptych.http_server import StoppingServer, bind
 from triptych.worker.metrics import make_registry
 from triptych.worker.protocol import (
     ABORT_PATH,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONTROL_NBYTES = 64 * 1024**2  # of a generate request: a million token ids are about 8 MB
 WATCH_INTERVAL_S = 1.0
+BACKLOG = 1024
 
 M = TypeVar("M")
 
@@ -53,6 +55,7 @@ class WorkerApp:
         self._worker = worker
         self._registration = registration
         self._metrics = make_registry(str(worker.config.role), worker.gauges)
+        self._is_stopping = asyncio.Event()
 
     def to_asgi(self) -> Starlette:
         routes = [
@@ -66,16 +69,11 @@ class WorkerApp:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={TriptychError: _to_error_response})
+        return Starlette(routes=routes, exception_handlers={TriptychError: _to_error_response})
 
-    @asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncGenerator[None]:
-        task = asyncio.create_task(self._registration.keep()) if self._registration is not None else None
-        yield
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    async def stop(self) -> None:
+        """End the watch streams, which tells the router, and every other stream with an error."""
+        self._is_stopping.set()
         await self._worker.close()
 
     async def generate(self, request: Request) -> Response:
@@ -121,9 +119,10 @@ class WorkerApp:
         if watchers is not None:
             watchers.watchers += 1
         try:
-            while self._worker.is_alive:
+            while self._worker.is_alive and not self._is_stopping.is_set():
                 yield b"data: {}\n\n"
-                await asyncio.sleep(WATCH_INTERVAL_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_stopping.wait(), WATCH_INTERVAL_S)
         finally:
             if watchers is not None:
                 watchers.watchers -= 1
@@ -188,19 +187,21 @@ def run_worker(
     config: EngineConfig, *, host: str, port: int, router_url: str | None, report: Callable[[StartReport], None]
 ) -> None:
     """Load, serve until SIGTERM or SIGINT, clean up. Raises `StartError` or `ConfigError` when it cannot start."""
-    listener = _bind(host, port)
-    url = f"http://{host}:{listener.getsockname()[1]}"
-    worker = Worker(config, lambda loaded: report(StartReport(loaded=loaded)))
-    registration = Registration(router_url, url) if router_url is not None else None
-    app = WorkerApp(worker, registration).to_asgi()
-    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 2, "lifespan": "on"}
-    server = uvicorn.Server(uvicorn.Config(app, loop="uvloop", http="httptools", **settings))
-    report(StartReport(loaded=1.0, url=url))
-    server.run(sockets=[listener])
+    with bind(host, port) as listener:
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        worker = Worker(config, lambda loaded: report(StartReport(loaded=loaded)))
+        registration = Registration(router_url, url) if router_url is not None else None
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(WorkerApp(worker, registration), registration, listener, lambda: report(StartReport(1.0, url))))
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port.") from error
+async def _serve(
+    app: WorkerApp, registration: Registration | None, listener: socket.socket, report_ready: Callable[[], None]
+) -> None:
+    server = StoppingServer(app.to_asgi(), app.stop)
+    keeping = asyncio.create_task(registration.keep()) if registration is not None else None
+    listener.listen(BACKLOG)  # from here on calls wait instead of being refused
+    report_ready()
+    await server.serve(sockets=[listener])
+    if keeping is not None:
+        keeping.cancel()

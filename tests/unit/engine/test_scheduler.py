@@ -406,3 +406,16 @@ def test_a_step_that_raises_ends_its_own_requests_and_the_engine_goes_on():
     engine.add("next", text(7))
     engine.run()
     assert engine.tokens["next"] == wanted(text(7))
+
+
+def test_an_abort_that_comes_just_after_the_answer_leaves_no_lease():
+    e, p = make_engine("E"), make_engine("P")
+    e.encode("e", item_of("cat", 0, 6))
+    e.run()
+    p.add("r", text(12), hands_over=True)
+    p.run()
+    assert isinstance(p.ends["r"], HandedOver)
+    for engine, name in ((e, "e"), (p, "r")):
+        engine.core.scheduler.abort(name)
+        engine.run()
+        assert_nothing_is_held(engine)

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-import uvicorn
 from worker_rig import (
     assert_nothing_is_held,
     config_of,
@@ -26,6 +25,7 @@ from triptych.config import EngineConfig
 from triptych.engine.core import EngineCore
 from triptych.engine.events import ECNeeded, Encoded, EncodeEvent, Failed, Finished, GenerateEvent, HandedOver, NewTokens
 from triptych.errors import FailureReason
+from triptych.http_server import StoppingServer, bind
 from triptych.worker.app import WorkerApp
 from triptych.worker.protocol import (
     ABORT_PATH,
@@ -83,11 +83,11 @@ def error_of(body: bytes) -> dict[str, Any]:
     return error
 
 
-class ThreadServer(uvicorn.Server):
+class ThreadServer(StoppingServer):
     """Says when it listens, and where."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, app: WorkerApp) -> None:
+        super().__init__(app.to_asgi(), app.stop)
         self.listens = threading.Event()
 
     async def startup(self, sockets: Any = None) -> None:
@@ -104,9 +104,9 @@ async def served(config: EngineConfig) -> AsyncGenerator[Served]:
     """In a thread of its own with its own loop, so that a client here is as far away as a router."""
     worker, registration = Worker(config), Registration("http://127.0.0.1:1", "http://127.0.0.1:2")
     registration.watchers = NUM_OTHER_WATCHERS  # so that it does not look for a router
-    settings: dict[str, Any] = {"log_config": None, "timeout_graceful_shutdown": 2, "lifespan": "on", "http": "httptools"}
-    server = ThreadServer(uvicorn.Config(WorkerApp(worker, registration).to_asgi(), port=0, **settings))
-    thread = threading.Thread(target=server.run)
+    server = ThreadServer(WorkerApp(worker, registration))
+    listener = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     assert await asyncio.to_thread(server.listens.wait, 20)
     try:
