@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from pathlib import Path
 
 from oracle import Wanted
 
@@ -80,11 +81,11 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(
-    layout: str, *, block_size: int = 16, chunk: int = 2048, encoder_cache_rows: int = 4096
+    layout: str, *, model: str | Path = "demo", block_size: int = 16, chunk: int = 2048, encoder_cache_rows: int = 4096
 ) -> AsyncGenerator[Cluster]:
     roles = ClusterLayout.parse(layout).roles
     base = EngineConfig(
-        model=resolve_model("demo"),
+        model=resolve_model(model),
         cache=CacheConfig(block_size=block_size, kv_cache_nbytes=64 * 1024**2, encoder_cache_rows=encoder_cache_rows),
         scheduler=SchedulerConfig(max_num_batched_tokens=chunk),
         device=DeviceConfig(device="cpu", num_threads=1),

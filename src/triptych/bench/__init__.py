@@ -1,1 +1,0 @@
-"""Measures: ratios between two things run side by side."""
