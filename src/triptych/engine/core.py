@@ -6,6 +6,7 @@ from typing import Protocol
 
 from triptych.config import EngineConfig
 from triptych.engine.admission import check_encode, check_request
+from triptych.engine.counters import EngineCounters
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import EncodeFailed, EngineEvent, Failed
 from triptych.engine.request import RequestSpec
@@ -29,6 +30,7 @@ class EngineCore:
         self._clock = clock
         self._refusals: list[EngineEvent] = []
         self.scheduler = Scheduler(config, clock, has_atomic_items)
+        self.counters = EngineCounters()
 
     def add_request(self, spec: RequestSpec) -> None:
         """What cannot be served ends with a `Failed` event and becomes no state."""
@@ -65,6 +67,7 @@ class EngineCore:
         from a transfer, or the next deadline."""
         output = self.scheduler.schedule()
         result = self._execute(output)
+        self.counters.count(output, result)
         events = [*self._refusals, *self.scheduler.update(output, result)]
         self._refusals = []
         has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)

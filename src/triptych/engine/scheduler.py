@@ -58,6 +58,7 @@ class Scheduler:
         self._forgotten: list[str] = []  # the runner drops them in the next step
         self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
         self._arrivals = count()
+        self.num_preempted = 0
 
     # --- calls from outside -----------------------------------------------------------------------------------------
 
@@ -286,6 +287,7 @@ class Scheduler:
             message = "the decode worker ran out of KV blocks."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.EVICTED)
             return
+        self.num_preempted += 1
         self._running.remove(request)
         self._kv.free(request.request_id)
         request.num_computed_tokens = 0

@@ -76,11 +76,10 @@ class ArenaExchange:
         self.address = f"triptych-{secrets.token_hex(16)}"
         self._registry = registry
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # of _links, _to_open, _lost and _is_closed
+        self._lock = threading.Lock()  # of _links, _to_open and _is_closed
         self._links: dict[tuple[str, str, str], _Link] = {}
         self._to_open: list[_Link] = []
         self._is_closed = False
-        self._lost: set[str] = set()
         self._listener = _new_socket()
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(128)
@@ -111,12 +110,6 @@ class ArenaExchange:
                 self._to_open.append(link)
                 os.eventfd_write(self._wake_fd, 1)
         return known.mapping
-
-    def lost_peers(self) -> frozenset[str]:
-        """The ids of the producers found dead since the last call."""
-        with self._lock:
-            lost, self._lost = self._lost, set()
-        return frozenset(lost)
 
     def close(self) -> None:
         """Idempotent. What is not obtained yet ends with an error; peers notice at once."""
@@ -250,8 +243,6 @@ class ArenaExchange:
         """Forget the link. The mapping itself ends with the last copy that uses it."""
         with self._lock:
             self._links.pop(link.key, None)
-            if error.reason is FailureReason.PEER_LOST:
-                self._lost.add(link.producer)
         if link.connection is not None:
             self._selector.unregister(link.connection)
             link.connection.close()

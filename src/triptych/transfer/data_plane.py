@@ -41,9 +41,5 @@ class DataPlane(ABC):
         """
 
     @abstractmethod
-    def lost_peers(self) -> frozenset[str]:
-        """Producers (as in `Ticket.producer`) found dead since the last call. A producer may be named more than once."""
-
-    @abstractmethod
     def close(self) -> None:
         """Idempotent, in bounded time: reads under way end with an error. Close it before the arenas."""

@@ -2,7 +2,7 @@
 
 Reproduced: real arenas, real tickets, the same checks and the same copy as the shm data plane; delay, loss and reordering of reads;
 content cut short; pages recycled between the two looks at their generations; the death of a worker, after which reads from
-it fail at once and peers are told; addresses that are never used again.
+it fail at once; addresses that are never used again.
 
 Not reproduced: threads (all happens in the caller's, inside `deliver` and `tick`), other processes, a first contact
 that takes time or times out, and the throughput of anything.
@@ -66,7 +66,7 @@ class FakeNetwork:
         self.pending.remove(read)
 
     def kill(self, producer: str) -> None:
-        """The worker dies: reads from it that are under way fail now, later ones at once, and every other worker learns of it."""
+        """The worker dies: reads from it that are under way fail now, later ones at once."""
         for plane in [plane for plane in self._planes.values() if plane.worker_id == producer]:
             self.detach(plane)
 
@@ -81,8 +81,6 @@ class FakeNetwork:
         """The plane is closed, or its worker dead."""
         if self._planes.pop(plane.address, None) is None:
             return
-        for other in self._planes.values():
-            other.hear_of_death(plane.worker_id)
         for read in [read for read in self.pending if read.address == plane.address or read.consumer is plane]:
             self.deliver(read)
 
@@ -124,7 +122,6 @@ class FakeDataPlane(DataPlane):
         self.verify_checksums = verify_checksums
         self._network = network
         self._registry = ArenaRegistry(worker_id, with_checksums=verify_checksums)
-        self._lost: set[str] = set()
         self._address = network.attach(self)
 
     @property
@@ -148,10 +145,6 @@ class FakeDataPlane(DataPlane):
         self._network.start(read)
         return read.result
 
-    def lost_peers(self) -> frozenset[str]:
-        lost, self._lost = self._lost, set()
-        return frozenset(lost)
-
     def close(self) -> None:
         self._network.detach(self)
 
@@ -160,6 +153,3 @@ class FakeDataPlane(DataPlane):
         if ticket.producer != self.worker_id:
             raise TransferError(FailureReason.MISMATCH, f"the ticket names {ticket.producer}, but {self.worker_id} lives there.")
         return self._registry.get(ticket.arena)
-
-    def hear_of_death(self, worker_id: str) -> None:
-        self._lost.add(worker_id)

@@ -69,10 +69,9 @@ class FileDataPlane(DataPlane):
             self._address, self._owner_fd = _make_own_directory(directory)
         except OSError as error:
             raise ConfigError(f"the directory {directory} of the file data plane cannot be used ({error.strerror}).") from error
-        self._lock = Lock()  # of _leases, _published and _lost
+        self._lock = Lock()  # of _leases and _published
         self._leases = LeaseTable(clock)  # by file name
         self._published: dict[str, Ticket] = {}  # by file name
-        self._lost: set[str] = set()
         self._pool = ReadPool(num_threads, "file-read")
 
     @property
@@ -118,12 +117,6 @@ class FileDataPlane(DataPlane):
             return result
         self._pool.start(result, partial(self._load, ticket, address, arena, tuple(pages)))
         return result
-
-    def lost_peers(self) -> frozenset[str]:
-        """Those that closed. A crash is not noticed here, and need not be: what was published stays readable."""
-        with self._lock:
-            lost, self._lost = self._lost, set()
-        return frozenset(lost)
 
     def close(self) -> None:
         self._pool.close()
@@ -176,8 +169,6 @@ class FileDataPlane(DataPlane):
         except OSError as error:
             if path.parent.is_dir():
                 raise TransferError(FailureReason.MISSING, f"{ticket.producer} has no such item (any more).") from error
-            with self._lock:
-                self._lost.add(ticket.producer)
             raise TransferError(FailureReason.PEER_LOST, f"{ticket.producer} has gone, its directory with it.") from error
         if content.dtype != np.uint8 or content.ndim != 1:
             raise TransferError(FailureReason.CORRUPT, "the published file holds no bytes.")

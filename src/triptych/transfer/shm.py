@@ -54,9 +54,6 @@ class ShmDataPlane(DataPlane):
         source.add_done_callback(lambda source: self._pool.start(result, partial(copy, source)))
         return result
 
-    def lost_peers(self) -> frozenset[str]:
-        return self._exchange.lost_peers()
-
     def close(self) -> None:
         self._exchange.close()
         self._pool.close()

@@ -54,7 +54,7 @@ class WorkerApp:
     def __init__(self, worker: Worker, registration: Registration | None) -> None:
         self._worker = worker
         self._registration = registration
-        self._metrics = make_registry(str(worker.config.role), worker.gauges)
+        self._metrics = make_registry(str(worker.config.role), worker.gauges, worker.counters)
         self._is_stopping = asyncio.Event()
 
     def to_asgi(self) -> Starlette:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -51,9 +52,8 @@ class Worker:
         self._resources = ExitStack()  # closed in reverse: engine thread, media pool, data plane, caches
         self._streams = EventStreams()
         runner = self._make_runner(config, loaded)
-        core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
-        self._scheduler = core.scheduler
-        self._thread = EngineThread(core, self._on_events, self._on_death)
+        self._core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
+        self._thread = EngineThread(self._core, self._on_events, self._on_death)
         self._media = MediaPreparation(MediaProcessor(config.media.num_threads), loaded.adapter.preprocess, self._on_prepared)
         self._resources.callback(self._media.close)
         self._resources.callback(self._thread.close)
@@ -169,7 +169,7 @@ class Worker:
 
     def gauges(self) -> dict[str, float]:
         """Instantaneous values for /metrics, by name."""
-        scheduler = self._scheduler
+        scheduler = self._core.scheduler
         return {
             "requests_running": scheduler.num_running,
             "requests_waiting": scheduler.num_waiting,
@@ -181,9 +181,14 @@ class Worker:
             "encoder_cache_pages": scheduler.cache.num_pages,
             "encoder_cache_pages_free": scheduler.cache.num_free_pages,
             "encoder_cache_items_pinned": scheduler.cache.num_pinned,
-            "encoder_cache_evictions": scheduler.cache.num_evicted,
             "streams": len(self._streams),
         }
+
+    def counters(self) -> dict[str, float]:
+        """What has been done since the start, for /metrics, by name."""
+        scheduler = self._core.scheduler
+        evicted, preempted = scheduler.cache.num_evicted, scheduler.num_preempted
+        return {**asdict(self._core.counters), "encoder_cache_evictions": evicted, "preemptions": preempted}
 
     # --- called from other threads ----------------------------------------------------------------------------------
 

@@ -96,7 +96,6 @@ def test_a_file_goes_when_its_lease_ends_and_is_missing_then(
     producer.publish("../ec", [2], 100, 5.0)  # sweeps
     assert len(files_of(producer, tmp_path)) == 1
     assert reason_of(consumer, ticket) is FailureReason.MISSING
-    assert consumer.lost_peers() == frozenset()
 
 
 def test_a_file_goes_when_its_pages_are_recycled(producer: FileDataPlane, arena: Arena, tmp_path: Path) -> None:

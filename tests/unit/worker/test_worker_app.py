@@ -175,7 +175,8 @@ async def test_info_health_and_metrics():
         assert 'triptych_worker_kv_blocks{role="P"} 64.0' in text.splitlines()
         assert 'triptych_worker_requests_running{role="P"} 0.0' in text.splitlines()
         names = {line.split("{")[0] for line in text.splitlines() if not line.startswith("#")}
-        assert names == {f"triptych_worker_{name}" for name in front.worker.gauges()}
+        expected = {f"triptych_worker_{name}" for name in front.worker.gauges()}
+        assert names == expected | {f"triptych_worker_{name}_total" for name in front.worker.counters()}
 
 
 # --- wrong calls
