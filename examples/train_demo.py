@@ -10,7 +10,8 @@ What makes it learn on one processor core in an hour rather than in a day:
   picture token. The language model then reads words, not pixels.
 * The questions about one picture share its rows: they follow it in one sequence, and the mask hides them from each
   other, so that each is exactly the single-turn prompt a user would send.
-* One picture of one size comes first, several sizes and several pictures later.
+* One picture of one size comes first, then several pictures, then several sizes, and last pictures of so few colours
+  that most come twice. Where there are several pictures, every token must also know the number of its picture.
 """
 
 import math
@@ -48,10 +49,10 @@ CELL = PATCH * MERGE  # pixels that one row of embedding stands for, in each dir
 WINDOW = 112 // CELL  # rows of embedding along one side of an attention window
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "Answer in one word.", "You see coloured shapes. Be brief.")
-ROWS = 640  # of embedding in a batch, about
+ROWS = 640  # of embedding in a batch of prompts, about
 ROW_SHARPNESS = 12.0  # how near a row must come to its words: embeddings have a norm of about 0.7
 ROW_WEIGHT = 0.2  # of what the rows say, once it is the answers that count
-NUMBER_WEIGHT = 0.2
+NUMBER_WEIGHT = 0.2  # of the picture's number in each token
 REPORT, SAVE = 50, 100  # steps
 QWEN_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -319,7 +320,7 @@ def train(out: Path, minutes: float) -> None:
         rng = Random(f"training {step}")  # of the step alone, so that resuming draws the same pictures
         layout = stage.layout(rng)
         num_rows = sum(width * height for width, height in layout) // CELL**2
-        batch_size = min(32 if stage.is_answering else 64, ROWS // num_rows)
+        batch_size = min(32, ROWS // num_rows) if stage.is_answering else 64
         batch = batcher.batch(rng, layout, batch_size, 3 + 2 * len(layout), stage.num_colours)
         rows = torch.cat([tower(model, pixels, size) for pixels, size in zip(batch.pixels, layout, strict=True)], 1)
         seen = row_loss(model, rows, batch.anchors, batcher.row_words)
@@ -355,7 +356,7 @@ def schedule(done: int) -> Iterator[tuple[int, Stage, float]]:
 
 
 def make_optimizers(model: Model) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between hidden states, which halves the steps, AdamW for all else."""
+    """Muon for the matrices between hidden states, AdamW for all else."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]

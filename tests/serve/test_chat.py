@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -53,18 +54,18 @@ def test_a_stream_says_the_same_as_one_answer_with_the_same_usage(client: OpenAI
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
 
-def test_the_parts_of_a_requests_time_sum_to_the_whole(client: OpenAI):
+def test_the_parts_of_a_requests_time_are_within_what_the_client_waited(client: OpenAI):
     messages = user(QUESTION, data_url(png(fresh_picture("timing"))))
+    started = time.perf_counter()
     answer = client.chat.completions.create(model="demo", messages=messages, temperature=0)
+    waited_ms = (time.perf_counter() - started) * 1000
     timing: dict[str, float] = (answer.model_extra or {})["timing"]
-    total = timing.pop("total", None)
-    stages = {"preprocess", "encode_queue", "encode", "ec_transfer", "prefill_queue", "prefill", "kv_transfer", "decode"}
-    assert stages <= set(timing)
-    assert all(value >= 0 for value in timing.values())
-    assert timing["encode"] > 0
-    assert timing["prefill"] > 0
-    if total is not None:
-        assert sum(timing.values()) == pytest.approx(total, abs=0.02)
+    before_prefill = ("preprocess", "encode_queue", "encode", "ec_transfer")
+    assert list(timing) == [*before_prefill, "prefill_queue", "prefill", "kv_transfer", "decode", "router"]
+    assert min(timing.values()) >= 0
+    assert sum(timing[name] for name in before_prefill) > 0, "prefill had to wait for the picture"
+    assert min(timing["prefill"], timing["kv_transfer"], timing["decode"]) > 0
+    assert sum(timing.values()) < waited_ms
 
 
 def test_a_seed_gives_the_same_tokens_in_every_layout(e1p1d1: str, epd1: str):
