@@ -7,12 +7,11 @@ property here and is computed nowhere else.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, suggest
 
 PROTOCOL_VERSION = 1
 
@@ -45,6 +44,11 @@ class Role:
         if not letters or set(letters) - known or len(set(letters)) != len(letters):
             raise ConfigError(f"role '{text}' is not a set of stages; write one of E, P, D, EP, PD, ED, EPD.")
         return cls(frozenset(Stage(letter) for letter in letters))
+
+    @property
+    def takes_kv(self) -> bool:
+        """Decodes what another has prefilled; PD decodes only its own."""
+        return Stage.DECODE in self.stages and str(self) != "PD"
 
     def __contains__(self, stage: Stage) -> bool:
         return stage in self.stages
@@ -159,11 +163,14 @@ class ConnectorConfig:
     path: Path | None = None  # the directory of the file data plane
     ec_timeout_s: float = 60.0  # how long a request waits for one media item
     kv_timeout_s: float = 60.0  # how long a request waits for its KV blocks
-    lease_s: float = 120.0  # how long a producer keeps published pages without hearing of them
+    # How long a producer keeps what it has published without hearing of it. An item whose lease lapsed is cheap to publish again, and a
+    # cache full of items that nobody can take yet would hold up those that could be: its lease is the shorter.
+    ec_lease_s: float = 20.0
+    kv_lease_s: float = 120.0
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, "ec_timeout_s", "kv_timeout_s", "lease_s")
+        _check_positive(self, "ec_timeout_s", "kv_timeout_s", "ec_lease_s", "kv_lease_s")
         if self.data_plane == "file" and self.path is None:
             raise ConfigError("connector.path is not set; the file data plane needs a directory (--ec-path DIR).")
 
@@ -259,7 +266,7 @@ class EngineConfig:
 
     @property
     def is_kv_consumer(self) -> bool:
-        return Stage.DECODE in self.role and str(self.role) != "PD" and not self.is_alone
+        return self.role.takes_kv and not self.is_alone
 
     @property
     def needs_kv_cache(self) -> bool:
@@ -307,7 +314,5 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(known)}."
-            raise ConfigError(f"{where} has no setting '{key}'; {hint}")
+            raise ConfigError(f"{where} has no setting '{key}'; {suggest(key, known)}")
     return cls(**values)

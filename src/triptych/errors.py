@@ -16,6 +16,8 @@ TriptychError                     status, type and sentence of an OpenAI-shaped 
 └── InternalError           500   a broken invariant, reported for the one request that met it
 """
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import ClassVar
 
@@ -129,3 +131,11 @@ class TransferError(TriptychError):
 
 class InternalError(TriptychError):
     pass
+
+
+def suggest(name: str, known: Collection[str], otherwise: str = "") -> str:
+    """The rest of a sentence that refuses an unknown name: the nearest known one, else `otherwise`, else all known ones."""
+    near = get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return otherwise or f"known are {', '.join(known)}."

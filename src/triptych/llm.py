@@ -5,7 +5,6 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Self, TypeGuard, TypeVar, cast, overload
@@ -13,16 +12,15 @@ from typing import Any, Self, TypeGuard, TypeVar, cast, overload
 from PIL import Image
 
 from triptych.config import ClusterLayout, EngineConfig, Role
-from triptych.errors import ConfigError, RequestError
+from triptych.errors import ConfigError, RequestError, suggest
 from triptych.launch.options import resolve_device
 from triptych.launch.settings import SETTINGS, sections_from
 from triptych.models.inspect import resolve_model
 from triptych.models.layout.registry import get_layout_adapter
 from triptych.output import TokenLogprob
 from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
-from triptych.router.local_worker_client import LocalWorkerClient
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
-from triptych.router.serving import Serving, ServingLimits, open_serving
+from triptych.router.serving import Serving, open_serving
 from triptych.worker.worker import Worker
 
 T = TypeVar("T")
@@ -75,12 +73,14 @@ class LLM:
         self._places = asyncio.Semaphore(2 * config.scheduler.max_num_seqs)
 
     async def _open(self, config: EngineConfig, worker: Worker, request_timeout_s: float) -> Serving:
-        client = LocalWorkerClient(worker)
-        self._resources.push_async_callback(client.close)
+        self._resources.push_async_callback(worker.close)
         layout = ClusterLayout(((config.role, 1),))
-        limits = ServingLimits(max_in_flight=2 * config.scheduler.max_num_seqs, request_timeout_s=request_timeout_s)
-        serving = await self._resources.enter_async_context(open_serving(config.model, layout, config.media, limits))
-        serving.pool.join(client)
+        max_in_flight = 2 * config.scheduler.max_num_seqs
+        opening = open_serving(
+            config.model, layout, config.media, max_in_flight=max_in_flight, request_timeout_s=request_timeout_s
+        )
+        serving = await self._resources.enter_async_context(opening)
+        serving.pool.join(worker)
         return serving
 
     @overload  # a string is a sequence of strings, too; the first overload is meant
@@ -173,10 +173,7 @@ def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = [setting.name for setting in SETTINGS]
     for name in settings:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"LLM has no setting '{name}'; {f'did you mean {near[0]!r}?' if near else 'see triptych serve --help.'}"
-            )
+            raise ConfigError(f"LLM has no setting '{name}'; {suggest(name, known, otherwise='see triptych serve --help.')}")
     return sections_from(settings)
 
 
@@ -188,10 +185,7 @@ def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequ
     known = [each.name for each in fields(ChatRequest) if each.name != "messages"]
     for name in sampling:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            raise RequestError(
-                f"there is no '{name}'; {f'did you mean {near[0]!r}?' if near else 'known are ' + ', '.join(known) + '.'}"
-            )
+            raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
     values = dict(sampling)
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)

@@ -145,10 +145,6 @@ class SchedulerOutput:
     ec_connector_metadata: ECConnectorMetadata = ECConnectorMetadata()
     kv_connector_metadata: KVConnectorMetadata = KVConnectorMetadata()
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 EMPTY_EC_METADATA = ECConnectorMetadata()
 EMPTY_KV_METADATA = KVConnectorMetadata()
@@ -189,4 +185,3 @@ class ModelRunnerOutput:
     ec_connector_output: ECConnectorOutput | None = None
     kv_connector_output: KVConnectorOutput | None = None
     encode_s: float = 0.0  # time in the tower
-    forward_s: float = 0.0  # time in the language model and the sampler

@@ -12,7 +12,6 @@ from oracle import Wanted
 from triptych.config import CacheConfig, ClusterLayout, DeviceConfig, EngineConfig, SchedulerConfig
 from triptych.media.item import MediaItem
 from triptych.models.inspect import resolve_model
-from triptych.router.local_worker_client import LocalWorkerClient
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline
 from triptych.router.placement import Placement
@@ -94,13 +93,12 @@ async def running_cluster(
     pool = WorkerPool(ClusterLayout.parse(layout))
     placement = Placement(pool)
     pipeline = Pipeline(pool, placement, RouterMetrics(), max_in_flight=512)
-    clients = [LocalWorkerClient(worker) for worker in workers]
     try:
-        for client in clients:
-            pool.join(client)
+        for worker in workers:
+            pool.join(worker)
         yield Cluster(pipeline, workers)
     finally:
         await pipeline.stop()
         await pool.close()
-        for client in clients:
-            await client.close()
+        for worker in workers:
+            await worker.close()

@@ -205,7 +205,8 @@ def test_an_unknown_key_that_is_near_to_nothing_is_refused_with_all_known_ones()
         (CacheConfig, "block_size"),
         (CacheConfig, "encoder_cache_rows"),
         (SchedulerConfig, "max_num_seqs"),
-        (ConnectorConfig, "lease_s"),
+        (ConnectorConfig, "ec_lease_s"),
+        (ConnectorConfig, "kv_lease_s"),
         (MediaConfig, "max_image_pixels"),
     ],
 )

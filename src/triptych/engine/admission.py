@@ -22,9 +22,11 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
             f"the prompt has {len(spec.token_ids)} tokens and leaves no room to generate: "
             f"the model's context is {config.model.max_model_len} tokens."
         )
-    if spec.num_generated >= spec.sampling.max_tokens:
-        raise RequestError(f"{spec.num_generated} tokens are generated already, and max_tokens is {spec.sampling.max_tokens}.")
-    longest = min(len(spec.token_ids) + spec.sampling.max_tokens - spec.num_generated, config.model.max_model_len)
+    if spec.num_generated_tokens >= spec.sampling.max_tokens:
+        raise RequestError(
+            f"{spec.num_generated_tokens} tokens are generated already, and max_tokens is {spec.sampling.max_tokens}."
+        )
+    longest = min(len(spec.token_ids) + spec.sampling.max_tokens - spec.num_generated_tokens, config.model.max_model_len)
     capacity = config.num_kv_blocks * config.cache.block_size
     if longest > capacity:
         raise ContextOverflowError(

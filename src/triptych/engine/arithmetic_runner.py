@@ -122,12 +122,10 @@ class ArithmeticRunner:
         self._ec_loads: list[ECLoad] = []
         self._kv_loads: list[KVLoad] = []
         self.encoded_keys: list[str] = []
-        self.num_steps = 0
         fabric.runners[worker_id] = self
 
     def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput:
         output = scheduler_output
-        self.num_steps += 1
         ec_output, kv_output = ECConnectorOutput(), KVConnectorOutput()
         result = ModelRunnerOutput(ec_connector_output=ec_output, kv_connector_output=kv_output)
         self._update_states(output)

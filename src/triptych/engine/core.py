@@ -14,7 +14,7 @@ from triptych.engine.scheduler import Scheduler
 from triptych.errors import FailureReason, OverloadedError, RequestError, TriptychError
 from triptych.output import ECTicket, ModelRunnerOutput, SchedulerOutput
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -81,7 +81,7 @@ class EngineCore:
         try:
             return self._runner.execute_model(output)
         except Exception as error:  # the step's edge: whatever the device says ends this step's requests, not the engine
-            log.exception(
+            logger.exception(
                 "a step failed; its %d requests and %d encodes end", len(output.num_scheduled_tokens), len(output.encodes)
             )
             message = f"the step failed: {error}"

@@ -17,16 +17,14 @@ class EngineCounters:
     kv_loads: int = 0
     kv_loads_failed: int = 0
     encode_seconds: float = 0.0
-    forward_seconds: float = 0.0
 
     def count(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         self.steps += bool(output.num_scheduled_tokens or output.encodes)
-        self.tokens_computed += output.total_num_scheduled_tokens
+        self.tokens_computed += sum(output.num_scheduled_tokens.values())
         self.tokens_sampled += len(result.sampled)
         self.items_encoded += len(output.encodes) - len(result.failed_encodes)
         self.item_encodes_failed += len(result.failed_encodes)
         self.encode_seconds += result.encode_s
-        self.forward_seconds += result.forward_s
         if result.ec_connector_output is not None:
             self.items_loaded += len(result.ec_connector_output.finished_loads)
             self.item_loads_failed += len(result.ec_connector_output.failed_loads)

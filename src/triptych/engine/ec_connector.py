@@ -10,6 +10,7 @@ or encoded twice.
 
 from collections.abc import Callable, Iterable
 
+from triptych.config import EngineConfig
 from triptych.engine.encoder_cache_manager import LAST, EncoderCacheManager, Rank
 from triptych.engine.item_table import ItemTable, WantedItem
 from triptych.errors import FailureReason
@@ -208,3 +209,13 @@ class ActiveECConnectorScheduler(ECConnectorScheduler):
 
 def _lease_holder(encode_id: str) -> str:
     return f"lease:{encode_id}"
+
+
+def get_ec_connector_scheduler(
+    config: EngineConfig, cache: EncoderCacheManager, clock: Callable[[], float]
+) -> ECConnectorScheduler:
+    """The active one where the role sends or takes; else the no-op."""
+    connector = config.connector
+    if config.is_ec_producer or config.is_ec_consumer:
+        return ActiveECConnectorScheduler(cache, connector.ec_timeout_s, connector.ec_lease_s, config.is_ec_producer, clock)
+    return ECConnectorScheduler(cache, connector.ec_timeout_s)

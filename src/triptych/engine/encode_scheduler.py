@@ -42,8 +42,11 @@ class EncodeScheduler:
     def prepared(self, key: str, inputs: object, preprocess_s: float) -> None:
         self._queue.prepared(key, inputs, preprocess_s)
 
-    def preparation_failed(self, key: str, message: str, reason: FailureReason) -> list[EncodeEvent]:
-        return self._fail(key, message, reason)
+    def fail(self, key: str, message: str, reason: FailureReason) -> list[EncodeEvent]:
+        """The item could not be prepared or encoded: everybody who waits for it hears so."""
+        job = self._queue.take(key)
+        callers = job.callers if job is not None else ()
+        return [EncodeFailed(encode_id, key, message, reason) for encode_id in callers]
 
     def abort(self, encode_id: str) -> None:
         self._queue.abort(encode_id)
@@ -71,7 +74,7 @@ class EncodeScheduler:
             message = result.failed_encodes.get(each.key)
             if message is not None:
                 self._cache.discard(each.key)
-                events += self._fail(each.key, message, FailureReason.INTERNAL)
+                events += self.fail(each.key, message, FailureReason.INTERNAL)
                 continue
             self._cache.mark_resident(each.key)
             resident.append(each.key)
@@ -125,11 +128,6 @@ class EncodeScheduler:
                     events.append(Encoded(spec.encode_id, key, ticket, was_cached=True, timings=StageTimings()))
         self._awaiting_ticket.clear()
         return events
-
-    def _fail(self, key: str, message: str, reason: FailureReason) -> list[EncodeEvent]:
-        job = self._queue.take(key)
-        callers = job.callers if job is not None else ()
-        return [EncodeFailed(encode_id, key, message, reason) for encode_id in callers]
 
     def check_invariants(self) -> None:
         self._queue.check_invariants()

@@ -46,7 +46,6 @@ class ECLoaded(Event, frozen=True, tag="ec_loaded"):
 
 class NewTokens(Event, frozen=True, tag="new_tokens"):
     tokens: tuple[TokenLogprob, ...]
-    has_logprobs: bool = False
 
 
 class HandedOver(Event, frozen=True, tag="handed_over"):

@@ -7,6 +7,7 @@ decode:   reserved blocks -> load (runs over several steps) -> the request's; if
 
 from collections.abc import Callable
 
+from triptych.config import EngineConfig
 from triptych.output import EMPTY_KV_METADATA, KVConnectorMetadata, KVLoad, KVSave, KVTicket
 from triptych.transfer.lease import LeaseTable
 
@@ -117,5 +118,8 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
         return self._leases.next_deadline()
 
 
-def get_kv_connector_scheduler(is_on: bool, lease_s: float, clock: Callable[[], float]) -> KVConnectorScheduler:
-    return ActiveKVConnectorScheduler(lease_s, clock) if is_on else KVConnectorScheduler()
+def get_kv_connector_scheduler(config: EngineConfig, clock: Callable[[], float]) -> KVConnectorScheduler:
+    """The active one where the role sends or takes; else the no-op."""
+    if config.is_kv_producer or config.is_kv_consumer:
+        return ActiveKVConnectorScheduler(config.connector.kv_lease_s, clock)
+    return KVConnectorScheduler()

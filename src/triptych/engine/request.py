@@ -95,7 +95,7 @@ class RequestSpec:
     priority: int = 0
 
     @property
-    def num_generated(self) -> int:
+    def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
 

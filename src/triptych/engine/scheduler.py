@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import count
 
 from triptych.config import EngineConfig, Stage
-from triptych.engine.ec_connector import ActiveECConnectorScheduler, ECConnectorScheduler
+from triptych.engine.ec_connector import get_ec_connector_scheduler
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.encode_scheduler import EncodeScheduler
 from triptych.engine.encoder_cache_manager import EncoderCacheManager
@@ -47,13 +47,11 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []
-        self._kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
-        self._cache = EncoderCacheManager(config.num_encoder_pages, config.cache.rows_per_page)
-        self._ec = _get_ec_connector_scheduler(config, self._cache, clock)
-        self._kv_connector = get_kv_connector_scheduler(
-            config.is_kv_producer or config.is_kv_consumer, config.connector.lease_s, clock
-        )
-        self._encodes = EncodeScheduler(self._cache, self._ec, config.scheduler.max_encoder_rows)
+        self.kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
+        self.cache = EncoderCacheManager(config.num_encoder_pages, config.cache.rows_per_page)
+        self._ec = get_ec_connector_scheduler(config, self.cache, clock)
+        self._kv_connector = get_kv_connector_scheduler(config, clock)
+        self._encodes = EncodeScheduler(self.cache, self._ec, config.scheduler.max_encoder_rows)
         self._events: list[EngineEvent] = []
         self._forgotten: list[str] = []  # the runner drops them in the next step
         self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
@@ -90,7 +88,7 @@ class Scheduler:
         self._encodes.prepared(key, inputs, preprocess_s)
 
     def preparation_failed(self, key: str, message: str, reason: FailureReason) -> None:
-        self._events += self._encodes.preparation_failed(key, message, reason)
+        self._events += self._encodes.fail(key, message, reason)
 
     def announce(self, ticket: ECTicket) -> None:
         self._ec.announce(ticket, self._clock())
@@ -113,9 +111,6 @@ class Scheduler:
         self._ec.release(id)
         self._reclaim(self._kv_connector.release(id))
 
-    def is_known(self, request_id: str) -> bool:
-        return request_id in self._requests
-
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
@@ -129,6 +124,7 @@ class Scheduler:
         plan = StepPlan(self._config.scheduler.max_num_batched_tokens, encodes, loads, in_step)
         self._schedule_running(plan, now)
         self._schedule_waiting(plan, now)
+        self._yield_to_waiting(plan, now)
         return self._to_output(plan)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineEvent]:
@@ -166,14 +162,6 @@ class Scheduler:
         return self._encodes.num_queued
 
     @property
-    def kv(self) -> KVCacheManager:
-        return self._kv
-
-    @property
-    def cache(self) -> EncoderCacheManager:
-        return self._cache
-
-    @property
     def num_leases(self) -> int:
         return self._ec.num_leases + self._kv_connector.num_leases
 
@@ -187,8 +175,8 @@ class Scheduler:
         return min((each for each in deadlines if each is not None), default=None)
 
     def check_invariants(self) -> None:
-        self._kv.check_invariants()
-        self._cache.check_invariants()
+        self.kv.check_invariants()
+        self.cache.check_invariants()
         self._ec.check_invariants()
         self._encodes.check_invariants()
         assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
@@ -221,16 +209,36 @@ class Scheduler:
             if request.kv_ticket is not None:
                 continue
             num_tokens = self._window(request, plan, now)
-            if num_tokens == 0:
-                continue
-            new = self._kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
-            if new is None:
+            if num_tokens and not self._start(request, num_tokens, plan, now):
                 return
-            plan.new_block_ids[request.request_id] = new
-            self._waiting.remove(request)
-            self._running.append(request)
-            request.change_status(RequestStatus.RUNNING)
-            self._add_window(request, num_tokens, plan, now)
+
+    def _start(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> bool:
+        new = self.kv.allocate(request.request_id, num_tokens)
+        if new is None:
+            return False
+        plan.new_block_ids[request.request_id] = new
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.change_status(RequestStatus.RUNNING)
+        self._add_window(request, num_tokens, plan, now)
+        return True
+
+    def _yield_to_waiting(self, plan: StepPlan, now: float) -> None:
+        """If all that runs waits for items, the first waiting request that needs none takes the place of the last in line.
+
+        Otherwise this worker and the producer could wait for each other: running requests for items that are not made while the producer's
+        cache is full of tickets, which are not read while this cache is full of items of waiting requests, which get no blocks.
+        """
+        if plan.windows:
+            return
+        for request in list(self._waiting):
+            if request.kv_ticket is not None or not all(self._has(item.key, plan) for item in request.pending_items()):
+                continue
+            num_tokens = self._window(request, plan, now)
+            while self._running and num_tokens:
+                self._preempt(max(self._running, key=lambda each: each.rank), plan)
+                if self._start(request, num_tokens, plan, now):
+                    return
 
     def _window(self, request: Request, plan: StepPlan, now: float) -> int:
         """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""
@@ -258,7 +266,7 @@ class Scheduler:
         return num_tokens
 
     def _has(self, key: str, plan: StepPlan) -> bool:
-        return key in plan.in_step_pages or self._cache.is_resident(key)
+        return key in plan.in_step_pages or self.cache.is_resident(key)
 
     def _add_window(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> None:
         start = request.num_computed_tokens
@@ -267,11 +275,11 @@ class Scheduler:
         plan.budget -= num_tokens
         for item in request.pending_items():
             if request.next_row_of(item) < start + num_tokens:
-                plan.item_pages[item.key] = self._cache.pages(item.key)
+                plan.item_pages[item.key] = self.cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         while True:
-            new = self._kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
+            new = self.kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
             if new is not None:
                 plan.new_block_ids[request.request_id] = new
                 return True
@@ -289,7 +297,7 @@ class Scheduler:
             return
         self.num_preempted += 1
         self._running.remove(request)
-        self._kv.free(request.request_id)
+        self.kv.free(request.request_id)
         request.num_computed_tokens = 0
         request.kv_ticket = None
         self._make_unknown_to_runner(request)
@@ -302,8 +310,8 @@ class Scheduler:
 
     def _secure(self, request: Request, item: MediaItem, reason: FailureReason, now: float) -> None:
         """Pin an item that is here; else wait for it, and say so once."""
-        if self._cache.is_resident(item.key):
-            self._cache.pin(item.key, request.request_id, request.rank_of(item))
+        if self.cache.is_resident(item.key):
+            self.cache.pin(item.key, request.request_id, request.rank_of(item))
         elif self._ec.want(item, request.request_id, request.rank_of(item), now):
             self._events.append(ECNeeded(request.request_id, item.key, reason))
 
@@ -318,7 +326,7 @@ class Scheduler:
         for key in [*ec_output.finished_loads, *resident]:
             load_s = self._ec.seconds_since_announced(key, now)
             for request_id, rank in self._ec.became_resident(key).items():
-                self._cache.pin(key, request_id, rank)
+                self.cache.pin(key, request_id, rank)
                 self._requests[request_id].timeline.ec_load_s = load_s
                 if key in ec_output.finished_loads:
                     self._events.append(ECLoaded(request_id, key))
@@ -344,17 +352,17 @@ class Scheduler:
                 return
             if self._kv_connector.is_loading(request.request_id):
                 continue  # a copy for an earlier request of this id has not ended
-            if self._kv.allocate(request.request_id, len(request.token_ids)) is None:
+            if self.kv.allocate(request.request_id, len(request.token_ids)) is None:
                 return
-            num_blocks = -(-request.kv_ticket.num_tokens // self._kv.block_size)
-            block_ids = self._kv.block_ids(request.request_id)[:num_blocks]
+            num_blocks = -(-request.kv_ticket.num_tokens // self.kv.block_size)
+            block_ids = self.kv.block_ids(request.request_id)[:num_blocks]
             self._kv_connector.start_load(request.request_id, request.kv_ticket, block_ids)
             self._waiting.remove(request)
             request.change_status(RequestStatus.LOADING_KV)
 
     def _update_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
         for request_id in [*kv_output.finished_loads, *kv_output.failed_loads]:
-            self._kv.reclaim(self._kv_connector.end_load(request_id))
+            self.kv.reclaim(self._kv_connector.end_load(request_id))
         for request_id in kv_output.finished_loads:
             request = self._requests.get(request_id)
             if request is None or request.kv_ticket is None or request.status != RequestStatus.LOADING_KV:
@@ -369,7 +377,7 @@ class Scheduler:
                 self.fail_request(request_id, message, "kv_unavailable", 503, reason)
 
     def _reclaim(self, block_ids: tuple[int, ...]) -> None:
-        self._kv.reclaim(block_ids)
+        self.kv.reclaim(block_ids)
         self._freed_block_ids.extend(block_ids)
 
     # --- progress and endings ---------------------------------------------------------------------------------------
@@ -380,9 +388,9 @@ class Scheduler:
         still_needed = request.needed_items()
         for key in {item.key for item in before}:
             if key not in still_needed:
-                self._cache.unpin(key, request.request_id)
-            elif self._cache.is_resident(key):  # the same picture further on: its place in line is now that of the next use
-                self._cache.pin(key, request.request_id, request.rank_of(still_needed[key]))
+                self.cache.unpin(key, request.request_id)
+            elif self.cache.is_resident(key):  # the same picture further on: its place in line is now that of the next use
+                self.cache.pin(key, request.request_id, request.rank_of(still_needed[key]))
 
     def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
@@ -391,7 +399,7 @@ class Scheduler:
         if token.token_id in sampling.stop_token_ids and request.num_generated_tokens > sampling.min_tokens:
             self._finish(request, "stop")
             return
-        self._events.append(NewTokens(request.request_id, (token,), sampling.logprobs is not None))
+        self._events.append(NewTokens(request.request_id, (token,)))
         at_limit = len(request.token_ids) >= self._config.model.max_model_len
         if at_limit or request.num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
@@ -407,7 +415,7 @@ class Scheduler:
             message = "the KV blocks were computed but not published."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.INTERNAL)
             return
-        block_ids = self._kv.give_up(request.request_id)
+        block_ids = self.kv.give_up(request.request_id)
         self._reclaim(self._kv_connector.keep(request.request_id, block_ids))
         self._drop(request)
         self._events.append(HandedOver(request.request_id, ticket, request.timeline.timings()))
@@ -418,12 +426,12 @@ class Scheduler:
             self._running.remove(request)
         elif request.status == RequestStatus.WAITING:
             self._waiting.remove(request)
-        elif self._kv_connector.abandon_load(request.request_id, self._kv.block_ids(request.request_id)):
-            self._kv.give_up(request.request_id)
-        self._kv.free(request.request_id)
+        elif self._kv_connector.abandon_load(request.request_id, self.kv.block_ids(request.request_id)):
+            self.kv.give_up(request.request_id)
+        self.kv.free(request.request_id)
         self._ec.leave(request.request_id)
         for item in request.items:
-            self._cache.unpin(item.key, request.request_id)
+            self.cache.unpin(item.key, request.request_id)
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]
@@ -455,10 +463,10 @@ class Scheduler:
             if request.is_known_to_runner:
                 cached.append(CachedRequestData(request_id, computed, plan.new_block_ids.get(request_id, ())))
             else:
-                new.append(request.to_new_request(self._kv.block_ids(request_id)))
+                new.append(request.to_new_request(self.kv.block_ids(request_id)))
                 request.is_known_to_runner = True
             if request.hands_over and computed + plan.windows[request_id] == len(request.token_ids):
-                self._kv_connector.save(request_id, len(request.token_ids), self._kv.block_ids(request_id))
+                self._kv_connector.save(request_id, len(request.token_ids), self.kv.block_ids(request_id))
         forgotten, self._forgotten = tuple(self._forgotten), []
         freed_block_ids, self._freed_block_ids = tuple(self._freed_block_ids), []
         return SchedulerOutput(
@@ -467,18 +475,9 @@ class Scheduler:
             num_scheduled_tokens=plan.windows,
             encodes=plan.encodes.inputs,
             item_pages=plan.item_pages,
-            freed_pages=self._cache.take_freed_pages(),
+            freed_pages=self.cache.take_freed_pages(),
             freed_block_ids=freed_block_ids,
             finished_request_ids=forgotten,
             ec_connector_metadata=self._ec.metadata(plan.loads_with_need(), plan.encodes.saves, plan.encodes.republish),
             kv_connector_metadata=self._kv_connector.plan(),
         )
-
-
-def _get_ec_connector_scheduler(
-    config: EngineConfig, cache: EncoderCacheManager, clock: Callable[[], float]
-) -> ECConnectorScheduler:
-    connector = config.connector
-    if config.is_ec_producer or config.is_ec_consumer:
-        return ActiveECConnectorScheduler(cache, connector.ec_timeout_s, connector.lease_s, config.is_ec_producer, clock)
-    return ECConnectorScheduler(cache, connector.ec_timeout_s)

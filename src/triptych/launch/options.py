@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from errno import EACCES, EADDRINUSE
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,4 +89,5 @@ def free_port(host: str, port: int) -> int:
             probe.bind(address)
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with --port.") from error
+        flag = "--port" if error.errno in (EADDRINUSE, EACCES) else "--host"
+        raise StartError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}.") from error

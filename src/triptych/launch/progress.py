@@ -1,4 +1,5 @@
-"""`StartProgress`: what a person sees on stderr while the cluster starts: a bar per worker on a terminal, plain lines elsewhere."""
+"""`StartProgress`: what a person sees on stderr while the cluster starts: a line with its address for each worker that is ready (its
+/metrics are there), and on a terminal a bar for each that is not."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -38,7 +39,7 @@ class StartProgress:
             self._tasks[child.name] = self._bars.add_task(child.name, total=1.0, doing="")
         doing = "ready" if is_ready else "loading weights" if child.loaded else "starting"
         self._bars.update(self._tasks[child.name], completed=child.loaded, doing=doing)
-        if is_ready and child.name not in self._ready and not self._console.is_terminal:
-            self._console.print(f"{child.name} is ready", highlight=False)
+        if is_ready and child.name not in self._ready:
+            self._console.print(f"{child.name} at {child.url} is ready", highlight=False, soft_wrap=True)
         if is_ready:
             self._ready.add(child.name)

@@ -80,6 +80,7 @@ class Child:
     state: ChildState = ChildState.STARTING
     deadline_s: float = 0.0
     loaded: float = 0.0  # share of the weights read
+    url: str = ""  # where it serves, from its last start
     error: str = ""  # its own last word
     deaths_s: deque[float] = field(default_factory=lambda: deque[float]())
 
@@ -128,7 +129,7 @@ class Supervisor:
         child.loaded = max(child.loaded, report.loaded)
         child.deadline_s = self._clock() + self._policy.start_timeout_s
         if report.url:
-            child.loaded = 1.0
+            child.loaded, child.url = 1.0, report.url
             child.become(ChildState.READY)
             if self.phase is Phase.SERVING:
                 self._log(f"{name} is back at {report.url}")

@@ -89,12 +89,12 @@ class ModelAdapter:
 
     def embed(self, model: Model, token_ids: Tensor) -> Tensor:
         """[T] to [T, hidden]."""
-        return decoder_of(model).get_input_embeddings()(token_ids)
+        return model.get_decoder().get_input_embeddings()(token_ids)
 
     def forward(self, model: Model, inputs_embeds: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
         """[1, T, hidden] and [axes, 1, T] to [T, hidden]. `kwargs` reach the attention function of every layer."""
         position_ids = positions if self.position_axes > 1 else positions[0]
-        output = decoder_of(model)(inputs_embeds=inputs_embeds, position_ids=position_ids, use_cache=False, **kwargs)
+        output = model.get_decoder()(inputs_embeds=inputs_embeds, position_ids=position_ids, use_cache=False, **kwargs)
         return output.last_hidden_state[0]
 
     def logits(self, model: Model, hidden: Tensor) -> Tensor:
@@ -102,11 +102,6 @@ class ModelAdapter:
         logits = model.get_output_embeddings()(hidden)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def decoder_of(model: Model) -> Any:
-    """The language model without its head."""
-    return model.get_decoder()
 
 
 def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:

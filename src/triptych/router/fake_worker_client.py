@@ -120,7 +120,7 @@ class FakeWorkerClient(WorkerClient):
         self, worker_id: str, role: str, plane: FakePlane, *, costs: FakeCosts | None = None, end_after: int = 8,
         script: tuple[int, ...] = (), info: WorkerInfo | None = None,
     ) -> None:  # fmt: skip
-        self.info = info or WorkerInfo(worker_id, role, FINGERPRINT, 4096, 4096, 4096, "fake")
+        self.info = info or WorkerInfo(worker_id, role, FINGERPRINT, 4096, 4096, 4096)
         self.role = Role.parse(role)
         self.plane = plane
         self.costs = costs or FakeCosts()
@@ -223,9 +223,6 @@ class FakeWorkerClient(WorkerClient):
             return
         self._inboxes.setdefault(delivery.request_id, asyncio.Queue()).put_nowait(delivery)
 
-    async def abort(self, id: str) -> None:
-        self._check_alive()
-
     async def release(self, id: str) -> None:
         self._check_alive()
         self.record.released.append(id)
@@ -314,9 +311,7 @@ class FakeWorkerClient(WorkerClient):
                 self.die()
             self._check_alive()
             token_id = self.script[count] if self.script else FIRST_ID + (kv + sampling.seed) % SPAN
-            yield NewTokens(
-                request_id, (TokenLogprob(token_id, -0.5, ((token_id, -0.5), (7, -2.0))),), sampling.logprobs is not None
-            )
+            yield NewTokens(request_id, (TokenLogprob(token_id, -0.5, ((token_id, -0.5), (7, -2.0))),))
             num_sent += 1
             if request.kv_transfer_params.do_remote_decode and count + 1 < sampling.max_tokens:
                 data = self.plane.publish(self.info.worker_id, request_id, kv)

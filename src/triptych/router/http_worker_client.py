@@ -12,7 +12,6 @@ from triptych.engine.events import TERMINAL_EVENTS, EncodeEvent, GenerateEvent
 from triptych.errors import InternalError, WorkerLostError
 from triptych.router.worker_client import WorkerClient, error_from_wire
 from triptych.worker.protocol import (
-    ABORT_PATH,
     EC_PATH,
     ENCODE_HEADER,
     ENCODE_PATH,
@@ -20,7 +19,6 @@ from triptych.worker.protocol import (
     INFO_PATH,
     RELEASE_PATH,
     WATCH_PATH,
-    AbortRequest,
     ECDelivery,
     EncodeRequest,
     GenerateRequest,
@@ -81,9 +79,6 @@ class HttpWorkerClient(WorkerClient):
 
     async def deliver(self, delivery: ECDelivery) -> None:
         await self._tell(EC_PATH, delivery)
-
-    async def abort(self, id: str) -> None:
-        await self._tell(ABORT_PATH, AbortRequest(id))
 
     async def release(self, id: str) -> None:
         await self._tell(RELEASE_PATH, ReleaseRequest(id))

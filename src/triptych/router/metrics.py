@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from triptych.router.pool import PooledWorker, WorkerState
+from triptych.router.pool import PooledWorker
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 ROLES = ("E", "P", "D", "EP", "PD", "ED", "EPD")
@@ -47,5 +47,5 @@ class RouterMetrics:
         """Prometheus text."""
         roles = [str(worker.role) for worker in workers]
         for role in ROLES:
-            self.workers.labels(role, WorkerState.READY).set(roles.count(role))
+            self.workers.labels(role, "ready").set(roles.count(role))
         return generate_latest(self.registry)

@@ -146,7 +146,7 @@ class Pipeline:
                 outcome = await self._prefill(request, feed, avoid)
                 return outcome if isinstance(outcome, str) else await self._decode(request, *outcome, avoid)
             except _ReplayError as replay:
-                if request.num_generated >= request.job.sampling.max_tokens:
+                if request.num_generated_tokens >= request.job.sampling.max_tokens:
                     return "length"  # all that was lost is the news that it had finished
                 avoid.add(replay.worker.id)
                 if not replays_left or (replay.reason == "overloaded" and self._placement.is_exhausted(avoid)):
@@ -227,7 +227,7 @@ class Pipeline:
 
     def _make_feed(self, request: RunningRequest) -> MediaFeed:
         job = request.job
-        jobs = {item.key: ItemToEncode(item, job.media[item.key], len(job.items)) for item in job.items}
+        jobs = {item.key: ItemToEncode(item, job.media[item.key]) for item in job.items}
         return MediaFeed(jobs, self._encodes, self._placement, self._metrics, on_encoded=request.stopwatch.add_encode)
 
 

@@ -33,12 +33,14 @@ class Placement:
     def pick_prefill(self, num_tokens: int, items: Iterable[MediaItem], avoid: Collection[str] = ()) -> PooledWorker:
         """One that decodes, too, or any where somebody takes its KV."""
         ready = self._pool.ready(Stage.PREFILL)
-        if not any(worker.takes_kv for worker in self._pool.workers):
+        if not any(worker.role.takes_kv for worker in self._pool.workers):
+            if ready and not any(worker.can(Stage.DECODE) for worker in ready):
+                raise _no_worker(Stage.DECODE)  # what is missing is not the stage that is asked for
             ready = [worker for worker in ready if worker.can(Stage.DECODE)]
         return self._pick(Stage.PREFILL, ready, avoid, tuple(items), num_tokens)
 
     def pick_decode(self, avoid: Collection[str] = ()) -> PooledWorker:
-        return self._pick(Stage.DECODE, [worker for worker in self._pool.workers if worker.takes_kv], avoid)
+        return self._pick(Stage.DECODE, [worker for worker in self._pool.workers if worker.role.takes_kv], avoid)
 
     def is_exhausted(self, avoid: Collection[str]) -> bool:
         """Whether a stage has no ready worker but those to be avoided."""
@@ -77,8 +79,7 @@ class Placement:
         self, stage: Stage, ready: list[PooledWorker], avoid: Collection[str], items: tuple[MediaItem, ...] = (), cost: int = 0
     ) -> PooledWorker:
         if not ready:
-            name = stage.name.lower()
-            raise UnavailableError(f"no {name} worker is there", type=UNAVAILABLE_TYPES[stage], stage=name, reason="no_worker")
+            raise _no_worker(stage)
         choices = [worker for worker in ready if worker.id not in avoid] or ready
 
         def load(worker: PooledWorker) -> tuple[int, int]:
@@ -86,3 +87,8 @@ class Placement:
             return sum(worker.outstanding.values()) + cost + missing, worker.last_placed[stage]
 
         return min(choices, key=load)
+
+
+def _no_worker(stage: Stage) -> UnavailableError:
+    name = stage.name.lower()
+    return UnavailableError(f"no {name} worker is there", type=UNAVAILABLE_TYPES[stage], stage=name, reason="no_worker")

@@ -1,7 +1,7 @@
 """`WorkerPool`: the workers that the router knows, and whether they live.
 
-    JOINING -> READY -> LOST        watched from READY on; a worker that comes back under the same address joins anew
-       +----> REFUSED               it does not fit those that are here; the log names the field
+    joins -> ready -> lost       watched while it is ready; a worker that comes back under the same address joins anew
+      +--> refused               it does not fit those that are here; the log names the field
 
 Whoever uses a worker does so inside `worker.attached()`: when the worker is lost, everybody inside is told at once.
 """
@@ -11,7 +11,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 
 from triptych.config import ClusterLayout, Role, Stage
 from triptych.errors import ConfigError, WorkerLostError
@@ -19,21 +18,6 @@ from triptych.router.worker_client import WorkerClient
 from triptych.worker.protocol import WorkerInfo
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerState(StrEnum):
-    JOINING = "joining"
-    READY = "ready"
-    LOST = "lost"
-    REFUSED = "refused"
-
-
-LEGAL_CHANGES = {
-    WorkerState.JOINING: {WorkerState.READY, WorkerState.REFUSED},
-    WorkerState.READY: {WorkerState.LOST},
-    WorkerState.LOST: set[WorkerState](),
-    WorkerState.REFUSED: set[WorkerState](),
-}
 
 
 class PooledWorker:
@@ -44,28 +28,18 @@ class PooledWorker:
         self.info: WorkerInfo = client.info
         self.id = client.info.worker_id
         self.role = Role.parse(client.info.role)
-        self.state = WorkerState.JOINING
         self.outstanding: dict[Stage, int] = dict.fromkeys(Stage, 0)
         self.last_placed: dict[Stage, int] = dict.fromkeys(Stage, 0)  # counts placements of the whole router
         self.why_lost = ""
         self.left = asyncio.Event()  # set when it is lost
         self._scopes: set[asyncio.Timeout] = set()
 
-    def change_state(self, state: WorkerState) -> None:
-        assert state in LEGAL_CHANGES[self.state], f"{self.id}: {self.state} -> {state}"
-        self.state = state
-
     @property
     def is_ready(self) -> bool:
-        return self.state == WorkerState.READY
+        return not self.left.is_set()
 
     def can(self, stage: Stage) -> bool:
         return stage in self.role
-
-    @property
-    def takes_kv(self) -> bool:
-        """Decodes what another has prefilled. A PD worker decodes only its own."""
-        return Stage.DECODE in self.role and str(self.role) != "PD"
 
     @asynccontextmanager
     async def attached(self) -> AsyncGenerator[None]:
@@ -91,7 +65,6 @@ class PooledWorker:
     def lose(self, why: str) -> None:
         """Tell everybody inside."""
         self.why_lost = why
-        self.change_state(WorkerState.LOST)
         self.left.set()
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:
@@ -160,11 +133,9 @@ class WorkerPool:
         for other in self.workers:
             difference = worker.info.fingerprint.difference(other.info.fingerprint)
             if difference is not None:
-                worker.change_state(WorkerState.REFUSED)
                 message = f"worker {worker.id} does not fit worker {other.id}: {difference}."
                 logger.error("refused: %s", message)
                 raise ConfigError(message)
-        worker.change_state(WorkerState.READY)
         self._workers[worker.id] = worker
         self._watches[worker.id] = asyncio.create_task(self._watch(worker), name=f"watch {worker.id}")
         logger.info("worker %s joined with role %s", worker.id, worker.role)

@@ -43,10 +43,6 @@ class PromptTokenizer:
         self._plain = _without(self._tokenizer, set(self._protected))
         self._mark = f"\ue0f0{secrets.token_hex(16)}\ue0f1"
 
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     def guard(self, text: str) -> str:
         """A user's `text` with a mark inside each special token's string, and at an end that others' text could complete to one."""
         text = self._pattern.sub(lambda match: match[0][0] + self._mark + match[0][1:], text.replace(self._mark, ""))

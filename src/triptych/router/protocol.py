@@ -4,13 +4,12 @@ Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority`
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from triptych.errors import RequestError, TriptychError
+from triptych.errors import RequestError, suggest
 from triptych.router.chat import ChatRequest
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
 
@@ -146,7 +145,7 @@ class ChatCompletionRequest(_Strict):
         """What types cannot say."""
         if self.n not in (None, 1):
             raise RequestError(
-                f"n is {self.n}; Triptych gives one answer per request: send the request {self.n} times.", param="n"
+                f"n is {self.n}; it must be 1, as Triptych gives one answer per request: for several, send several.", param="n"
             )
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens say different things; send one of them.", param="max_tokens")
@@ -189,24 +188,28 @@ def _without_neutral(values: dict[str, Any]) -> dict[str, Any]:
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise RequestError(f"{name} is not supported; leave it out.", param=name)
         if name not in known and name not in UNSUPPORTED and name not in IGNORED:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "leave it out."
-            raise RequestError(f"there is no field '{name}'; {hint}", param=name)
+            raise RequestError(f"there is no field '{name}'; {suggest(name, known, otherwise='leave it out.')}", param=name)
     return {name: value for name, value in values.items() if name in known}
 
 
 def _to_request_error(error: ValidationError) -> RequestError:
     """The deepest complaint: of a union, that is the branch which was meant."""
     worst: ErrorDetails = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
-    path = [
-        str(step)
-        for step in worst["loc"]
-        if ("[" not in str(step) and step not in ("str", "text", "image_url")) or step == worst["loc"][-1]
-    ]
-    where = ".".join(path)
+    where = ".".join(_as_sent(worst["loc"]))
     if worst["type"] == "extra_forbidden":
         return RequestError(f"there is no field '{where}'; leave it out.", param=where)
     return RequestError(f"{where}: {worst['msg'][0].lower()}{worst['msg'][1:]}.", param=where)
+
+
+def _as_sent(loc: tuple[int | str, ...]) -> list[str]:
+    """The path to a value as the client wrote it: without pydantic's names for a union's branches (`str`, `list[...]`, and
+    a part's type, which stands behind the part's number)."""
+    is_branch = [
+        isinstance(step, str)
+        and (step == "str" or "[" in step or (i >= 2 and isinstance(loc[i - 1], int) and "[" in str(loc[i - 2])))
+        for i, step in enumerate(loc)
+    ]
+    return [str(step) for step, is_name_of_branch in zip(loc, is_branch, strict=True) if not is_name_of_branch]
 
 
 def _to_message(message: RequestMessage) -> ChatMessage:
@@ -309,8 +312,3 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-def error_body(error: TriptychError) -> dict[str, Any]:
-    """OpenAI's error shape."""
-    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

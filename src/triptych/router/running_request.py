@@ -36,7 +36,7 @@ class RunningRequest:
         self._inbox: asyncio.Queue[tuple[TokenLogprob, ...] | TriptychError | None] = asyncio.Queue()
 
     @property
-    def num_generated(self) -> int:
+    def num_generated_tokens(self) -> int:
         return len(self.token_ids) - len(self.job.token_ids)
 
     def next_call_id(self) -> str:

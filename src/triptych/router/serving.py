@@ -21,12 +21,6 @@ RENDER_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class ServingLimits:
-    max_in_flight: int = 256
-    request_timeout_s: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
 class Serving:
     pool: WorkerPool
     membership: Membership
@@ -37,7 +31,12 @@ class Serving:
 
 @asynccontextmanager
 async def open_serving(
-    model: ModelConfig, layout: ClusterLayout | None, media: MediaConfig, limits: ServingLimits
+    model: ModelConfig,
+    layout: ClusterLayout | None,
+    media: MediaConfig,
+    *,
+    max_in_flight: int = 256,
+    request_timeout_s: float = 600.0,
 ) -> AsyncGenerator[Serving]:
     """Everything that a router needs, in the running loop. On leaving, requests that still run end with an error."""
     metrics = RouterMetrics()
@@ -48,13 +47,13 @@ async def open_serving(
 
     pool = WorkerPool(layout, on_lost=forget)
     placement = Placement(pool)
-    pipeline = Pipeline(pool, placement, metrics, max_in_flight=limits.max_in_flight, request_timeout_s=limits.request_timeout_s)
+    pipeline = Pipeline(pool, placement, metrics, max_in_flight=max_in_flight, request_timeout_s=request_timeout_s)
     with ThreadPoolExecutor(RENDER_THREADS, "render") as executor:
         renderer = Renderer(model, media, executor)
         async with make_session() as workers, aiohttp.ClientSession(trust_env=False) as web:
             chat = ChatService(
                 renderer, pipeline, pool, metrics, web,
-                max_model_len=model.max_model_len, request_timeout_s=limits.request_timeout_s,
+                max_model_len=model.max_model_len, request_timeout_s=request_timeout_s,
             )  # fmt: skip
             membership = Membership(pool, workers, model.weights_digest)
             try:

@@ -24,7 +24,6 @@ from triptych.worker.protocol import EncodeRequest
 class ItemToEncode:
     item: MediaItem
     media: bytes
-    items_in_request: int
 
 
 @dataclass(slots=True)
@@ -101,7 +100,6 @@ class SharedEncodes:
             modality=item.modality,
             num_rows=item.num_rows,
             grid=item.grid,
-            items_in_request=job.items_in_request,
             will_stay=will_stay,
         )
         try:

@@ -8,6 +8,7 @@ import msgspec
 from pydantic import BaseModel
 
 from triptych.errors import TriptychError
+from triptych.http_server import error_body
 from triptych.output import TokenLogprob
 from triptych.router.chat import ChatDelta, ChatEnd, ChatUsage
 from triptych.router.prompt_tokenizer import PromptTokenizer
@@ -22,7 +23,6 @@ from triptych.router.protocol import (
     TokenLogprobEntry,
     TopLogprob,
     Usage,
-    error_body,
 )
 
 DONE = b"data: [DONE]\n\n"

@@ -1,11 +1,12 @@
 """`WorkerClient`: how the router speaks to one worker; and what becomes of a worker's errors on the way.
 
-Three implementations: over HTTP (`http_worker_client.py`), in the same process (`local_worker_client.py`), and the arithmetic
-fake (`fake_worker_client.py`).
+Three implementations: over HTTP (`http_worker_client.py`), in the same process (`worker.Worker` itself, which brings torch and is
+never named here), and the arithmetic fake (`fake_worker_client.py`).
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from triptych.engine.events import EncodeEvent, Failed, GenerateEvent
 from triptych.errors import (
@@ -22,7 +23,7 @@ from triptych.errors import (
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
 
 
-class WorkerClient(ABC):
+class WorkerClient(Protocol):
     """One worker. Every call raises `WorkerLostError` when the process cannot be reached or dies meanwhile, and
     the worker's own typed error when it refuses."""
 
@@ -38,10 +39,6 @@ class WorkerClient(ABC):
 
     @abstractmethod
     async def deliver(self, delivery: ECDelivery) -> None: ...
-
-    @abstractmethod
-    async def abort(self, id: str) -> None:
-        """A request's or an encode's id; unknown ones are ignored."""
 
     @abstractmethod
     async def release(self, id: str) -> None:

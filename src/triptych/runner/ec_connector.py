@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FailureReason, InternalError
-from triptych.output import EMPTY_EC_METADATA, ECConnectorMetadata, ECConnectorOutput, ECLoad, ECTicket, SchedulerOutput
+from triptych.output import EMPTY_EC_METADATA, ECConnectorOutput, ECLoad, ECTicket, SchedulerOutput
 from triptych.runner.encoder_cache import EncoderCache
 from triptych.runner.pending_reads import PendingReads, reason_of
 from triptych.transfer.data_plane import DataPlane
@@ -54,7 +54,7 @@ class ActiveECConnector(ECConnector):
     def step(self, scheduler_output: SchedulerOutput) -> Generator[ECConnectorOutput, None, None]:
         output, self._unreported = self._unreported, ECConnectorOutput()
         try:
-            self._bind(scheduler_output.ec_connector_metadata)
+            self._metadata = scheduler_output.ec_connector_metadata
             self._load(output)
             yield output
             self._save(output)
@@ -66,9 +66,6 @@ class ActiveECConnector(ECConnector):
 
     def close(self) -> None:
         self._reads.close()
-
-    def _bind(self, metadata: ECConnectorMetadata) -> None:
-        self._metadata = metadata
 
     def _load(self, output: ECConnectorOutput) -> None:
         if not self._config.is_ec_consumer:
@@ -90,7 +87,7 @@ class ActiveECConnector(ECConnector):
             if load.is_needed:
                 needed.append(key)
         self._reads.wait(needed, self._metadata.timeout_s)
-        self._collect(output)
+        self._reads.collect(self._admit, output)
 
     def _save(self, output: ECConnectorOutput) -> None:
         """Publish what this step added, less what failed to be encoded, and what is wanted again."""
@@ -117,15 +114,8 @@ class ActiveECConnector(ECConnector):
 
     def _finish(self, output: ECConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
-        self._collect(output)
+        self._reads.collect(self._admit, output)
         self._metadata = EMPTY_EC_METADATA
-
-    def _collect(self, output: ECConnectorOutput) -> None:
-        for key, failure in self._reads.collect(self._admit).items():
-            if failure is None:
-                output.finished_loads.add(key)
-            else:
-                output.failed_loads[key] = failure
 
     def _admit(self, load: ECLoad) -> FailureReason | None:
         num_rows = load.ticket.num_rows

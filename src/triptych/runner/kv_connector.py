@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FailureReason
-from triptych.output import EMPTY_KV_METADATA, KVConnectorMetadata, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput
+from triptych.output import EMPTY_KV_METADATA, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput
 from triptych.runner.kv_cache import KVCache
 from triptych.runner.pending_reads import PendingReads, reason_of
 from triptych.transfer.data_plane import DataPlane
@@ -56,7 +56,7 @@ class ActiveKVConnector(KVConnector):
     def step(self, scheduler_output: SchedulerOutput) -> Generator[KVConnectorOutput, None, None]:
         output, self._unreported = self._unreported, KVConnectorOutput()
         try:
-            self._bind(scheduler_output.kv_connector_metadata)
+            self._metadata = scheduler_output.kv_connector_metadata
             self._load(output)
             yield output
             self._save(output)
@@ -71,9 +71,6 @@ class ActiveKVConnector(KVConnector):
 
     def close(self) -> None:
         self._reads.close()
-
-    def _bind(self, metadata: KVConnectorMetadata) -> None:
-        self._metadata = metadata
 
     def _load(self, output: KVConnectorOutput) -> None:
         if not self._config.is_kv_consumer:
@@ -113,11 +110,7 @@ class ActiveKVConnector(KVConnector):
 
     def _finish(self, output: KVConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
-        for request_id, failure in self._reads.collect(self._admit).items():
-            if failure is None:
-                output.finished_loads.add(request_id)
-            else:
-                output.failed_loads[request_id] = failure
+        self._reads.collect(self._admit, output)
         self._metadata = EMPTY_KV_METADATA
         self._withheld.clear()
 

@@ -92,8 +92,7 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Pay once, before the first request, for what the first run of each kind of step costs. Nothing to do without a language model."""
-        if self.config.has_language_model:
-            warm_up(self._language_model, self.config.scheduler)
+        warm_up(self._language_model, self.config.scheduler)
 
     def capture_model(self) -> int:
         """How many steps were captured as graphs to be replayed: none, every step runs eagerly."""
@@ -143,7 +142,6 @@ class ModelRunner:
         output.encode_s = time.perf_counter() - started
 
     def _generate(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        started = time.perf_counter()
         windows = self._select_windows(scheduler_output, output)
         if not windows:  # no_forward: the connectors' steps run all the same
             return
@@ -154,7 +152,6 @@ class ModelRunner:
             self._take_tokens(requests, self._sampler.sample(self._language_model.logits(hidden, batch), requests), output)
         for window in windows:
             window.request.num_computed_tokens = window.end
-        output.forward_s = time.perf_counter() - started
 
     def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | None], output: ModelRunnerOutput) -> None:
         for request, token in zip(requests, tokens, strict=True):

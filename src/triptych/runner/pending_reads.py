@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from triptych.errors import FailureReason, TransferError
+from triptych.output import ECConnectorOutput, KVConnectorOutput
 from triptych.transfer.arena import Arena
 from triptych.transfer.data_plane import DataPlane
 from triptych.transfer.ticket import Ticket
@@ -51,12 +52,16 @@ class PendingReads(Generic[LoadT]):
             for future in wait(futures, timeout_s).not_done:
                 future.cancel()
 
-    def collect(self, accept: Callable[[LoadT], FailureReason | None]) -> dict[str, FailureReason | None]:
-        """The reads that have ended, each once, with what went wrong. `accept` has a last look at one that arrived. Never raises."""
+    def collect(self, accept: Callable[[LoadT], FailureReason | None], output: ECConnectorOutput | KVConnectorOutput) -> None:
+        """Report the reads that have ended, each once. `accept` has a last look at one that arrived. Never raises."""
         ended = [(key, load, future) for key, (load, future) in self._reads.items() if future.done()]
-        for key, _, _ in ended:
+        for key, load, future in ended:
             del self._reads[key]
-        return {key: _outcome(key, load, future, accept) for key, load, future in ended}
+            failure = _outcome(key, load, future, accept)
+            if failure is None:
+                output.finished_loads.add(key)
+            else:
+                output.failed_loads[key] = failure
 
     def close(self) -> None:
         """Cancel what has not begun, wait (within a bound) for what has."""

@@ -47,7 +47,7 @@ class Arena:
         self.page_nbytes = page_nbytes
         self.fd = fd  # of the memfd, to hand to peers; -1 in a peer's mapping
         self._memory = memory
-        self._release_fd = weakref.finalize(self, _close_fd, fd)  # an open descriptor would keep the memory alive
+        self._release_fd = weakref.finalize(self, close_fd, fd)  # an open descriptor would keep the memory alive
         start = _pages_start(num_pages)
         stop = start + num_pages * page_nbytes
         # [num_pages], uint64
@@ -134,7 +134,7 @@ def _total_nbytes(num_pages: int, page_nbytes: int) -> int:
     return _pages_start(num_pages) + num_pages * page_nbytes
 
 
-def _close_fd(fd: int) -> None:
+def close_fd(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
 

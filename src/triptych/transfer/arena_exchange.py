@@ -29,7 +29,7 @@ from time import monotonic
 import msgspec
 
 from triptych.errors import FailureReason, TransferError
-from triptych.transfer.arena import Arena
+from triptych.transfer.arena import Arena, close_fd
 from triptych.transfer.arena_registry import ArenaRegistry
 
 _VERSION = 1
@@ -222,7 +222,7 @@ class ArenaExchange:
         except OSError:
             packet, fd = b"", -1
         if not packet or link.mapping.done():
-            _close_fd(fd)
+            close_fd(fd)
             self._end(link, TransferError(FailureReason.PEER_LOST, f"{link.producer} has ended its connection."))
             return
         try:
@@ -281,17 +281,12 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
     return packet, fds[0] if fds else -1
 
 
-def _close_fd(fd: int) -> None:
-    if fd >= 0:
-        os.close(fd)
-
-
 def _arena_in(packet: bytes, fd: int, link: _Link) -> Arena:
     """Map what the reply brings; every way in which it can be wrong is a MISMATCH."""
     try:
         reply = msgspec.msgpack.decode(packet, type=ArenaReply)
     except msgspec.MsgspecError as error:
-        _close_fd(fd)
+        close_fd(fd)
         raise TransferError(FailureReason.MISMATCH, f"{link.producer} sent an unreadable reply ({error}).") from error
     wrong = reply.refusal
     if reply.version != _VERSION:
@@ -301,6 +296,6 @@ def _arena_in(packet: bytes, fd: int, link: _Link) -> Arena:
     elif not wrong and fd < 0:
         wrong = f"{link.producer} sent no arena."
     if wrong:
-        _close_fd(fd)
+        close_fd(fd)
         raise TransferError(FailureReason.MISMATCH, wrong)
     return Arena.map(fd)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from triptych.transfer.arena import Arena
+from triptych.transfer.arena_registry import ArenaRegistry
 from triptych.transfer.ticket import Ticket
 
 
@@ -18,18 +19,21 @@ class DataPlane(ABC):
 
     name: str
 
+    def __init__(self, registry: ArenaRegistry) -> None:
+        self._registry = registry
+
     @property
     @abstractmethod
     def address(self) -> str:
         """Where peers reach this worker's arenas on this plane; goes into tickets."""
 
-    @abstractmethod
     def register(self, name: str, arena: Arena) -> None:
         """Make `arena` readable by peers under `name`. At most once per name."""
+        self._registry.add(name, arena)
 
-    @abstractmethod
     def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
         """A ticket for the content of `pages` of the registered arena `name`. The pages must not change while it is leased."""
+        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
 
     @abstractmethod
     def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":

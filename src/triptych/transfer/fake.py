@@ -118,21 +118,15 @@ class FakeDataPlane(DataPlane):
     name = "fake"
 
     def __init__(self, worker_id: str, network: FakeNetwork, verify_checksums: bool = True) -> None:
+        super().__init__(ArenaRegistry(worker_id, with_checksums=verify_checksums))
         self.worker_id = worker_id
         self.verify_checksums = verify_checksums
         self._network = network
-        self._registry = ArenaRegistry(worker_id, with_checksums=verify_checksums)
         self._address = network.attach(self)
 
     @property
     def address(self) -> str:
         return self._address
-
-    def register(self, name: str, arena: Arena) -> None:
-        self._registry.add(name, arena)
-
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
-        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
 
     def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
         try:

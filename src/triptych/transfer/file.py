@@ -60,8 +60,8 @@ class FileDataPlane(DataPlane):
         verify_checksums: bool = True,
         clock: Callable[[], float] = monotonic,
     ) -> None:
+        super().__init__(ArenaRegistry(worker_id, with_checksums=verify_checksums))
         self._verify_checksums = verify_checksums
-        self._registry = ArenaRegistry(worker_id, with_checksums=verify_checksums)
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -79,13 +79,10 @@ class FileDataPlane(DataPlane):
         """The name of this worker's own directory in the shared one, which may be mounted elsewhere on another host."""
         return self._address
 
-    def register(self, name: str, arena: Arena) -> None:
-        self._registry.add(name, arena)
-
     def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
         """As the interface says; returns when the file is there. Raises `TransferError` (INTERNAL) if it cannot be written."""
         self.sweep()
-        ticket = self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
+        ticket = super().publish(name, pages, nbytes, lease_s)
         file_name = _file_name(ticket)
         with self._lock:
             if file_name not in self._published:

@@ -26,20 +26,14 @@ class ShmDataPlane(DataPlane):
     def __init__(
         self, worker_id: str, num_threads: int = 2, verify_checksums: bool = True, connect_timeout_s: float = 5.0
     ) -> None:
+        super().__init__(ArenaRegistry(worker_id, with_checksums=verify_checksums))
         self._verify_checksums = verify_checksums
-        self._registry = ArenaRegistry(worker_id, with_checksums=verify_checksums)
         self._exchange = ArenaExchange(self._registry, timeout_s=connect_timeout_s)
         self._pool = ReadPool(num_threads, "shm-read")
 
     @property
     def address(self) -> str:
         return self._exchange.address
-
-    def register(self, name: str, arena: Arena) -> None:
-        self._registry.add(name, arena)
-
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
-        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
 
     def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
         result: Future[None] = Future()

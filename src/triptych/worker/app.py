@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -11,14 +11,14 @@ import msgspec
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from triptych.config import EngineConfig
 from triptych.engine.events import Failed, GenerateEvent
-from triptych.errors import OverloadedError, RequestError, TooLargeError, TriptychError
-from triptych.http_server import StoppingServer, bind
+from triptych.errors import RequestError, TriptychError
+from triptych.http_server import ERROR_HANDLERS, StoppingServer, bind, read_body, unless_client_leaves
 from triptych.worker.metrics import make_registry
 from triptych.worker.protocol import (
     ABORT_PATH,
@@ -69,7 +69,7 @@ class WorkerApp:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={TriptychError: _to_error_response})
+        return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
 
     async def stop(self) -> None:
         """End the watch streams, which tells the router, and every other stream with an error."""
@@ -84,8 +84,8 @@ class WorkerApp:
     async def encode(self, request: Request) -> Response:
         header = request.headers.get(ENCODE_HEADER, "")
         message = _decode(header.encode("latin-1"), EncodeRequest)  # the bytes as they came: Starlette reads headers as Latin-1
-        media = await _body(request, self._worker.config.media.max_media_nbytes)
-        event = await _unless_disconnected(request, self._worker.encode(message, media))
+        media = await read_body(request, self._worker.config.media.max_media_nbytes)
+        event = await unless_client_leaves(request, self._worker.encode(message, media))
         return Response(msgspec.json.encode(event), media_type="application/json")
 
     async def deliver(self, request: Request) -> Response:
@@ -138,7 +138,7 @@ async def _to_sse(request_id: str, events: AsyncIterator[GenerateEvent]) -> Asyn
 
 
 async def _message(request: Request, kind: type[M]) -> M:
-    return _decode(await _body(request, MAX_CONTROL_NBYTES), kind)
+    return _decode(await read_body(request, MAX_CONTROL_NBYTES), kind)
 
 
 def _decode(body: bytes, kind: type[M]) -> M:
@@ -146,41 +146,6 @@ def _decode(body: bytes, kind: type[M]) -> M:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:
         raise RequestError(f"this is not a {kind.__name__}: {error}.") from error
-
-
-async def _body(request: Request, max_nbytes: int) -> bytes:
-    chunks: list[bytes] = []
-    nbytes = 0
-    try:
-        async for chunk in request.stream():
-            nbytes += len(chunk)
-            if nbytes > max_nbytes:
-                raise TooLargeError(f"the body has more than {max_nbytes} bytes.")
-            chunks.append(chunk)
-    except ClientDisconnect:
-        raise RequestError("the client went away.") from None
-    return b"".join(chunks)
-
-
-async def _unless_disconnected(request: Request, call: Awaitable[M]) -> M:
-    """Await `call`, but cancel it when the client goes away. The body must have been read."""
-    work = asyncio.ensure_future(call)
-    leaving = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise RequestError("the client went away.")
-        return work.result()
-    finally:
-        for task in (work, leaving):
-            task.cancel()
-
-
-async def _to_error_response(_: Request, error: Exception) -> Response:
-    assert isinstance(error, TriptychError)
-    body = {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-    headers = {"retry-after": str(round(error.retry_after_s))} if isinstance(error, OverloadedError) else None
-    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 def run_worker(

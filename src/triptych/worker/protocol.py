@@ -67,7 +67,6 @@ class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defau
     modality: str
     num_rows: int
     grid: tuple[int, ...] = ()
-    items_in_request: int = 1  # in one family the layout depends on it
     will_stay: bool = False  # the same worker prefills it: no ticket is needed
 
 
@@ -96,7 +95,6 @@ class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
     max_model_len: int
     encoder_cache_rows: int  # the largest item it can hold
     kv_cache_tokens: int  # the longest request it can hold
-    served_name: str = ""
 
 
 class RegisterRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

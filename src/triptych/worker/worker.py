@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads its parts of the model, then runs. Its coroutines may be called from one event loop at a time."""
+    """Loads its parts of the model, then runs. Its coroutines, those of a `WorkerClient`, may be called from one event loop at a time."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] = lambda _: None) -> None:
         if config.device.num_threads is not None:
@@ -50,6 +50,7 @@ class Worker:
         self.info = _describe(config, f"{config.role}-{uuid.uuid4().hex[:12]}")
         loaded = load_model(config.model, _parts(config), _device(config), progress)
         self._resources = ExitStack()  # closed in reverse: engine thread, media pool, data plane, caches
+        self._is_closed = asyncio.Event()
         self._streams = EventStreams()
         runner = self._make_runner(config, loaded)
         self._core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
@@ -68,7 +69,10 @@ class Worker:
             runner = make_runner(config, loaded, data_plane, on_progress=self._wake)
             self._resources.callback(runner.close)
             self._resources.callback(data_plane.close)
+        if loaded.model.device.type != "cpu":  # a CPU swaps before it fails, and this step takes it most of a second
+            runner.profile_run()
         runner.warm_up()
+        runner.capture_model()
         return runner
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -153,7 +157,12 @@ class Worker:
     async def release(self, id: str) -> None:
         self._thread.submit(lambda core: core.scheduler.release(id))
 
+    async def watch(self) -> None:
+        """Return when the worker is closed."""
+        await self._is_closed.wait()
+
     async def close(self) -> None:
+        self._is_closed.set()
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
@@ -239,5 +248,4 @@ def _describe(config: EngineConfig, worker_id: str) -> WorkerInfo:
         max_model_len=config.model.max_model_len,
         encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
         kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
-        served_name=config.model.name,
     )

@@ -43,7 +43,7 @@ def test_a_refused_request_has_one_event_and_leaves_nothing():
     assert isinstance(failed, Failed)
     assert (failed.id, failed.status, failed.type) == ("r", 400, "invalid_request_error")
     assert engine.core.step() == ([], False)
-    assert not engine.core.scheduler.is_known("r")
+    assert (engine.core.scheduler.num_waiting, engine.core.scheduler.num_running) == (0, 0)
 
 
 def test_a_full_queue_refuses_with_429_and_takes_again_when_there_is_room():

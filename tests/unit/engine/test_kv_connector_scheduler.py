@@ -2,7 +2,7 @@
 
 from engine_rig import TurnedClock
 
-from triptych.engine.kv_connector import KVConnectorScheduler, get_kv_connector_scheduler
+from triptych.engine.kv_connector import ActiveKVConnectorScheduler, KVConnectorScheduler
 from triptych.output import EMPTY_KV_METADATA, KVTicket
 from triptych.transfer.ticket import Ticket
 
@@ -10,11 +10,11 @@ TICKET = KVTicket("r", 8, 4, 8, "float32", Ticket("p1", "kv", (0, 1), (0, 0), 8,
 
 
 def active(clock: TurnedClock | None = None) -> KVConnectorScheduler:
-    return get_kv_connector_scheduler(True, 5.0, clock or TurnedClock())
+    return ActiveKVConnectorScheduler(5.0, clock or TurnedClock())
 
 
 def test_off_it_says_the_same_empty_orders_each_step():
-    off = get_kv_connector_scheduler(False, 5.0, TurnedClock())
+    off = KVConnectorScheduler()
     assert off.plan() is off.plan() is EMPTY_KV_METADATA
     assert off.release("r") == off.expire() == off.end_load("r") == ()
     assert not off.abandon_load("r", (0,))

@@ -3,7 +3,7 @@
 from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
 
 from triptych.engine.arithmetic_runner import Fabric
-from triptych.engine.events import ECNeeded, Encoded, EncodeFailed, Failed, Finished, HandedOver
+from triptych.engine.events import ECLoaded, ECNeeded, Encoded, EncodeFailed, Failed, Finished, HandedOver
 from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
@@ -419,3 +419,40 @@ def test_an_abort_that_comes_just_after_the_answer_leaves_no_lease():
         engine.core.scheduler.abort(name)
         engine.run()
         assert_nothing_is_held(engine)
+
+
+def test_caches_that_are_tight_on_both_sides_delay_requests_but_stop_none():
+    """Running requests hold the places and blocks, waiting ones the consumer's cache, unread tickets the producer's: somebody must yield."""
+    fabric = Fabric()
+    e = make_engine("E", fabric=fabric, encoder_rows=24)
+    p = make_engine("PD", fabric=fabric, encoder_rows=24, num_kv_blocks=12, max_num_seqs=3)
+    items = {f"r{index}": item_of(f"pic{index}", 6, 12) for index in range(30)}
+    for index, (name, item) in enumerate(items.items()):
+        p.add(name, text(20, index), (item,), n=2)
+    names = list(items)
+    encodes = {f"{name}#0": name for name in names[3:] + names[:3]}  # the worst order: what runs first is encoded last
+    for encode_id, name in encodes.items():
+        e.encode(encode_id, items[name])
+    for _ in range(3000):
+        for key in e.preparations:
+            e.core.scheduler.prepared(key, None, 0.0)
+        e.preparations.clear()
+        e.step()
+        for encode_id in [each for each in encodes if each in e.encoded]:
+            ticket = e.encoded.pop(encode_id).ticket
+            assert ticket is not None
+            p.core.announce(ticket)
+        p.step()
+        for event in p.events:
+            if isinstance(event, ECLoaded):
+                for encode_id in [each for each, name in encodes.items() if name == event.id]:
+                    e.core.scheduler.release(encode_id)
+            if isinstance(event, ECNeeded) and event.reason == FailureReason.EVICTED:
+                encode_id = f"{event.id}#{len(encodes)}"
+                encodes[encode_id] = event.id
+                e.encode(encode_id, items[event.id])
+        p.events.clear()
+    assert {name: p.tokens.get(name) for name in items} == {
+        name: wanted(text(20, index), (item,), 2) for index, (name, item) in enumerate(items.items())
+    }
+    assert_nothing_is_held(p)

@@ -77,6 +77,14 @@ def serving(scene: Scene) -> Scene:
     return scene
 
 
+def test_a_child_is_known_by_the_address_of_its_last_start(serving: Scene) -> None:
+    assert serving.supervisor.children["encode-0"].url == "http://encode-0"
+    serving.supervisor.on_exit("encode-0", "SIGKILL")
+    serving.pass_time(POLICY.first_backoff_s)
+    serving.supervisor.on_report("encode-0", StartReport(url="http://elsewhere"))
+    assert serving.supervisor.children["encode-0"].url == "http://elsewhere"
+
+
 def test_every_child_is_started_once(scene: Scene) -> None:
     assert scene.processes.spawned == list(NAMES)
 

@@ -28,11 +28,10 @@ from triptych.router.placement import Placement
 from triptych.router.pool import WorkerPool
 from triptych.router.router import Router, make_app
 from triptych.router.running_request import GenerateJob
-from triptych.router.serving import Serving, ServingLimits, open_serving
+from triptych.router.serving import Serving, open_serving
 from triptych.router.timing import Stopwatch
 from triptych.sampling_params import SamplingParams
 from triptych.worker.protocol import (
-    ABORT_PATH,
     EC_PATH,
     ENCODE_HEADER,
     ENCODE_PATH,
@@ -40,7 +39,6 @@ from triptych.worker.protocol import (
     INFO_PATH,
     RELEASE_PATH,
     WATCH_PATH,
-    AbortRequest,
     ECDelivery,
     EncodeRequest,
     GenerateRequest,
@@ -177,7 +175,7 @@ async def _serve(
     model: ModelConfig, layout: str, *, present: Sequence[str] | None = None, **limits: Any
 ) -> AsyncGenerator[Served]:
     parsed, plane = ClusterLayout.parse(layout), FakePlane()
-    async with open_serving(model, parsed, MediaConfig(), ServingLimits(**limits)) as serving:
+    async with open_serving(model, parsed, MediaConfig(), **limits) as serving:
         workers: dict[str, FakeWorkerClient] = {}
         for role in present if present is not None else [str(role) for role in parsed.roles]:
             name = f"{role}{sum(str(other.role) == role for other in workers.values())}"
@@ -196,7 +194,7 @@ async def _serve(
 
 @pytest.fixture
 def serve(demo_model: ModelConfig) -> Callable[..., AbstractAsyncContextManager[Served]]:
-    """`layout`, `present` (roles that have joined; all by default), and the limits of `ServingLimits`."""
+    """`layout`, `present` (roles that have joined; all by default), and the limits of `open_serving`."""
 
     def open(layout: str, **options: Any) -> AbstractAsyncContextManager[Served]:
         return _serve(demo_model, layout, **options)
@@ -227,7 +225,6 @@ class FakeServer:
         app.router.add_post(GENERATE_PATH, self.generate)
         app.router.add_post(ENCODE_PATH, self.encode)
         app.router.add_post(EC_PATH, self.deliver)
-        app.router.add_post(ABORT_PATH, self.abort)
         app.router.add_post(RELEASE_PATH, self.release)
         app.router.add_get(INFO_PATH, self.info)
         app.router.add_get(WATCH_PATH, self.watch)
@@ -266,10 +263,6 @@ class FakeServer:
 
     async def deliver(self, request: web.Request) -> web.Response:
         await self.worker.deliver(msgspec.json.decode(await request.read(), type=ECDelivery))
-        return web.Response(status=204)
-
-    async def abort(self, request: web.Request) -> web.Response:
-        await self.worker.abort(msgspec.json.decode(await request.read(), type=AbortRequest).id)
         return web.Response(status=204)
 
     async def release(self, request: web.Request) -> web.Response:

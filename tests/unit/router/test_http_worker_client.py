@@ -128,7 +128,6 @@ async def test_deliveries_and_releases_arrive(client_and_worker: Pair) -> None:
     delivery = ECDelivery("r", "0" * 64, failure=FailureReason.BAD_MEDIA, message="broken")
     await client.deliver(delivery)
     await client.release("r")
-    await client.abort("r")
     assert worker.record.deliveries == [delivery]
     assert worker.record.released == ["r"]
 

@@ -79,6 +79,20 @@ def test_a_prefill_worker_without_decode_is_of_no_use_where_nobody_takes_its_kv(
     run_virtual(run())
 
 
+def test_where_only_the_decode_worker_is_gone_prefill_is_not_called_missing(make_cluster: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("P1D1")
+        cluster.pool.lose(next(worker for worker in cluster.pool.workers if worker.id == "D0"), "killed")
+        with pytest.raises(UnavailableError, match="no decode worker") as caught:
+            cluster.placement.pick_prefill(1, ())
+        assert (caught.value.stage, caught.value.reason) == ("decode", "no_worker")
+        cluster.pool.lose(cluster.pool.workers[0], "killed")
+        with pytest.raises(UnavailableError, match="no prefill worker"):
+            cluster.placement.pick_prefill(1, ())
+
+    run_virtual(run())
+
+
 def test_a_lost_workers_hints_are_forgotten(make_cluster: Make, make_job: Make) -> None:
     async def run() -> None:
         cluster = make_cluster("E1P1D1")

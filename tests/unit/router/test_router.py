@@ -173,6 +173,18 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
         ({"messages": [{"role": "root", "content": "x"}]}, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "txt", "text": "x"}]}]}, "messages.0.content.0", "image_url"),
         ({"messages": "hello"}, "messages", "list"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "string"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]},
+            "messages.0.content.0.image_url", "dictionary",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.image_url.url", "required",
+        ),
+        ({"stop": 5}, "stop", "string"),
+        ({"n": 0}, "n", "must be 1"),
         ({"max_tokens": 5000}, None, "context of 4096"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ],

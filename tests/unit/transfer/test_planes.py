@@ -26,5 +26,5 @@ def test_a_configuration_gets_the_plane_it_names_with_checksums_as_it_says(
 def test_an_unknown_plane_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'file'"):
         make_data_plane(ConnectorConfig(data_plane="files"), "e0")
-    with pytest.raises(ConfigError, match="known are shm and file"):
+    with pytest.raises(ConfigError, match="known are shm, file"):
         make_data_plane(ConnectorConfig(data_plane="nixl"), "e0")

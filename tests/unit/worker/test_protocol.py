@@ -60,7 +60,7 @@ MESSAGES = (
 
 GENERATE_EVENTS = (
     ECNeeded("r", key_of(0), FailureReason.EVICTED),
-    NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),), has_logprobs=True),
+    NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)),
     HandedOver("r", KV_TICKET, StageTimings(prefill_s=0.5)),
     Finished("r", "stop", StageTimings(decode_s=1.5)),
     Failed("r", "no", "ec_unavailable", 503, FailureReason.TIMEOUT),

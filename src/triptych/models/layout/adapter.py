@@ -52,10 +52,6 @@ class LayoutAdapter:
         self.placeholders: dict[str, str] = {}
         self.row_token_ids: dict[str, int] = {}
 
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        return tuple(self.placeholders)
-
     def layout(self, header: MediaHeader, items_in_request: int) -> ItemLayout:
         """Raises `RequestError` for a modality that the model does not take, `MediaError` for a shape that it refuses."""
         self.check_modality(header.modality)
@@ -63,7 +59,7 @@ class LayoutAdapter:
 
     def check_modality(self, modality: str) -> None:
         if modality not in self.placeholders:
-            takes = " and ".join(self.modalities) or "text only"
+            takes = " and ".join(self.placeholders) or "text only"
             raise RequestError(f"this model takes no {modality} input; it takes {takes}.")
 
     def processor_settings(self) -> bytes:
