@@ -125,7 +125,10 @@ def sketch(file: Path, width: int = 28) -> Text:
 
 
 def show_times(console: Console, answers: list[Answer]) -> None:
-    table = Table(title="Where the time went (ms)", caption="The parts of a request's own clock add up to its total.")
+    table = Table(
+        title="Where the time went (ms)",
+        caption="The parts add up to the total. Of an encode, only what prefill had to wait for counts.",
+    )
     table.add_column("")
     for number in range(len(answers)):
         table.add_column(str(number + 1), justify="right")

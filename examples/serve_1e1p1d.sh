@@ -2,6 +2,7 @@
 # One encode, one prefill and one decode worker (E1P1D1), each part started by hand, as a process manager would. Ctrl-C stops all.
 # `triptych serve MODEL --encode 1 --prefill 1 --decode 1` does the same with one command.
 #   examples/serve_1e1p1d.sh [MODEL] [PORT]
+command -v triptych >/dev/null || { echo "triptych is not on the PATH; try PATH=.venv/bin:\$PATH $0" >&2; exit 1; }
 model=${1:-demo}
 port=${2:-8000}
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT

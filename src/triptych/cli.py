@@ -6,6 +6,7 @@ Must start fast: nothing here imports torch, and what only one command needs is 
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,22 @@ MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longes
 MaxInFlight = Annotated[int, typer.Option("--max-in-flight", min=1, help="Requests at once before new ones get 429.")]
 RequestTimeout = Annotated[float, typer.Option("--request-timeout-s", min=0.001, help="A request's deadline, in seconds.")]
 NumWorkers = Annotated[int | None, typer.Option(min=0, help="How many workers of this stage.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"triptych {version('triptych')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ A role is a non-empty set of stages; a cluster layout is roles with counts. Ever
 property here and is computed nowhere else.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,15 +15,17 @@ from typing import Any, Self, TypeVar
 from triptych.errors import ConfigError, suggest
 
 PROTOCOL_VERSION = 1
+DATA_PLANES = ("shm", "file")
 
 T = TypeVar("T")
 
 
 def _check_positive(config: object, *names: str) -> None:
+    """None means that the setting is left to others."""
     for name in names:
         value = getattr(config, name)
-        if value <= 0:
-            raise ConfigError(f"{name} is {value}; it must be greater than 0.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value}; it must be a number greater than 0.")
 
 
 class Stage(StrEnum):
@@ -139,7 +142,7 @@ class CacheConfig:
     rows_per_page: int = 16  # rows of one page of the encoder cache
 
     def __post_init__(self) -> None:
-        _check_positive(self, "block_size", "kv_cache_nbytes", "encoder_cache_rows", "rows_per_page")
+        _check_positive(self, "block_size", "kv_cache_nbytes", "num_kv_blocks", "encoder_cache_rows", "rows_per_page")
 
     @property
     def num_encoder_pages(self) -> int:
@@ -171,14 +174,19 @@ class ConnectorConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "ec_timeout_s", "kv_timeout_s", "ec_lease_s", "kv_lease_s")
+        if self.data_plane not in DATA_PLANES:
+            raise ConfigError(f"data_plane is '{self.data_plane}', which does not exist; {suggest(self.data_plane, DATA_PLANES)}")
         if self.data_plane == "file" and self.path is None:
-            raise ConfigError("connector.path is not set; the file data plane needs a directory (--ec-path DIR).")
+            raise ConfigError("the file data plane needs a directory; set --ec-path DIR.")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:1 ...
     num_threads: int | None = None  # CPU threads of one worker; None leaves PyTorch's choice
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "num_threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +290,9 @@ class EngineConfig:
     def num_kv_blocks(self) -> int:
         if not self.needs_kv_cache:
             return 0
-        return self.cache.num_kv_blocks or max(1, self.cache.kv_cache_nbytes // self.kv_block_nbytes)
+        if self.cache.num_kv_blocks is not None:
+            return self.cache.num_kv_blocks
+        return max(1, self.cache.kv_cache_nbytes // self.kv_block_nbytes)
 
     @property
     def encoder_page_nbytes(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from io import BytesIO
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Self, TypeGuard, TypeVar, cast, overload
 
@@ -94,6 +95,10 @@ class LLM:
         fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
+        if not _is_list(messages) and not isinstance(messages, str):
+            raise RequestError(
+                f"messages is {_shown(messages)}; it must be a string, a list of messages or a list of conversations."
+            )
         if _is_conversation(messages):
             return self._loop.run(self._answer(_to_request(messages, sampling)))
         return self._loop.run(
@@ -153,7 +158,10 @@ class _LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Ctrl-C while waiting cancels the work."""
+        """Ctrl-C while waiting cancels the work. Raises `RequestError` once it is closed."""
+        if not self.is_open:
+            work.close()  # else Python warns that nobody awaited it
+            raise RequestError("this LLM is closed; make a new one.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -186,17 +194,63 @@ def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequ
     for name in sampling:
         if name not in known:
             raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
-    values = dict(sampling)
-    if isinstance(values.get("stop"), str):
-        values["stop"] = (values["stop"],)
-    for name in ("stop", "stop_token_ids"):
-        values[name] = tuple(values.get(name) or ())
+    values = {name: _to_value(name, value) for name, value in sampling.items()}
     if isinstance(messages, str):
         return ChatRequest((ChatMessage("user", messages),), **values)
+    if not _is_list(messages):
+        raise RequestError(f"a conversation is {_shown(messages)}; it must be a string or a list of messages.")
+    if not messages:
+        raise RequestError("a conversation is an empty list; it must have at least one message.")
     return ChatRequest(tuple(_to_message(message) for message in messages), **values)
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Strings and bytes are sequences of what nobody means."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.60} (of type {type(value).__name__})"
+
+
+def _to_value(name: str, value: Any) -> Any:
+    """One of the fields of `ChatRequest`, with its type checked; ranges are `SamplingParams`' business."""
+    match name:
+        case "stop":
+            texts = (value,) if isinstance(value, str) else () if value is None else value
+            if _is_list(texts) and all(isinstance(text, str) and text for text in texts):
+                return tuple(texts)
+            wanted = "a string or a list of strings, none of them empty"
+        case "stop_token_ids":
+            ids = () if value is None else value
+            if _is_list(ids) and all(_is_integer(each) for each in ids):
+                return tuple(int(each) for each in ids)
+            wanted = "a list of integers"
+        case "ignore_eos":
+            if isinstance(value, bool):
+                return value
+            wanted = "True or False"
+        case "temperature" | "top_p":
+            if value is None or (not isinstance(value, bool) and isinstance(value, Real)):
+                return value if value is None or isinstance(value, int) else float(value)  # a large integer would overflow
+            wanted = "a number"
+        case _:
+            if value is None and name not in ("min_tokens", "priority"):
+                return None
+            if _is_integer(value):
+                return int(value)
+            wanted = "an integer"
+    raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}.", param=name)
+
+
+def _is_integer(value: object) -> TypeGuard[Integral]:
+    """NumPy's count, booleans don't."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
 def _to_message(message: Mapping[str, Any]) -> ChatMessage:
+    if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # the caller may not check types
+        raise RequestError(f"a message is {_shown(message)}; it must be a dict with 'role' and 'content'.")
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "user", "assistant"):
         raise RequestError(f"a message's role is {role!r}; it must be 'system', 'user' or 'assistant'.")
@@ -229,6 +283,6 @@ def _to_part(part: Any) -> Part:
 def _to_png(image: Image.Image) -> bytes:
     """Lossless. Modes that PNG has not got (CMYK, HSV ...) become RGB, as they would in the processor."""
     buffer = BytesIO()
-    keeps = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA")
+    keeps = image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
     (image if keeps else image.convert("RGB")).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

@@ -28,16 +28,15 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("max_tokens", self.max_tokens, 1, float("inf")),
             ("min_tokens", self.min_tokens, 0, self.max_tokens),
             ("temperature", self.temperature, 0.0, 2.0),
-            ("top_p", self.top_p, 0.0, 1.0),
             ("top_k", self.top_k, 0, float("inf")),
             ("top_logprobs", self.logprobs or 0, 0, 20),
         ]
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError(f"top_p is {_shown(self.top_p)}; it must be greater than 0 and at most 1.", param="top_p")
         for name, value, low, high in ranges:
             if not low <= value <= high:
                 upper = "" if high == float("inf") else f" and at most {_shown(high)}"
                 raise RequestError(f"{name} is {_shown(value)}; it must be at least {low:g}{upper}.", param=name)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0; it must be greater than 0 and at most 1.", param="top_p")
 
 
 def _shown(value: float) -> str:

@@ -1,5 +1,6 @@
 """Roles, layouts, and what follows from a role. The table is design's: EC role, KV role, parts loaded, KV cache."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from triptych.config import (
     CacheConfig,
     ClusterLayout,
     ConnectorConfig,
+    DeviceConfig,
     EngineConfig,
     MediaConfig,
     ModelConfig,
@@ -208,11 +210,21 @@ def test_an_unknown_key_that_is_near_to_nothing_is_refused_with_all_known_ones()
         (ConnectorConfig, "ec_lease_s"),
         (ConnectorConfig, "kv_lease_s"),
         (MediaConfig, "max_image_pixels"),
+        (CacheConfig, "num_kv_blocks"),
+        (DeviceConfig, "num_threads"),
     ],
 )
-def test_a_size_or_duration_must_be_positive(cls: type, field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is 0; it must be greater than 0"):
-        cls(**{field: 0})
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+def test_a_size_or_duration_must_be_positive_and_finite(cls: type, field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is {value}; it must be a number greater than 0"):
+        cls(**{field: value})
+
+
+def test_an_unknown_data_plane_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'file'"):
+        ConnectorConfig(data_plane="files")
+    with pytest.raises(ConfigError, match="known are shm, file"):
+        ConnectorConfig(data_plane="nixl")
 
 
 def test_the_file_plane_needs_a_directory() -> None:

@@ -1,10 +1,13 @@
 """`LLM` on the demo checkpoint. That the answers are right is tests/engine's business; here: what goes in and what comes out."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -47,6 +50,16 @@ def test_modes_that_png_does_not_know_are_taken_as_rgb(llm: LLM) -> None:
     assert llm.chat(messages, max_tokens=1).usage.num_rows == {"image": 16}
 
 
+def test_a_16_bit_grey_picture_is_seen_as_its_8_bit_version(llm: LLM) -> None:
+    grey = np.asarray(picture().convert("L"))
+
+    def answer(pixels: Any) -> Any:
+        messages = [{"role": "user", "content": [{"type": "image", "image": Image.fromarray(pixels)}]}]
+        return llm.chat(messages, max_tokens=4, temperature=0, ignore_eos=True, logprobs=1).logprobs
+
+    assert answer(grey.astype(np.uint16) * 257) == answer(grey)
+
+
 def test_it_can_be_called_within_a_running_loop(llm: LLM) -> None:
     async def run() -> int:
         return llm.chat("hello", max_tokens=1, ignore_eos=True).usage.num_completion_tokens
@@ -73,3 +86,47 @@ def test_close_ends_its_threads_and_may_be_called_twice() -> None:
     llm.close()
     llm.close()
     assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "sampling", "sentence"),
+    [
+        (5, {}, "messages is 5 .* a list of messages"),
+        (b"hello", {}, "messages is b'hello'"),
+        ({"role": "user", "content": "hello"}, {}, "messages is {"),
+        ([], {}, "at least one message"),
+        (["hello", []], {}, "at least one message"),
+        (["hello", 5], {}, "a conversation is 5"),
+        ([["hello"]], {}, "a message is 'hello'"),
+        ("hello", {"max_tokens": "x"}, "max_tokens is 'x' .* an integer"),
+        ("hello", {"max_tokens": True}, "max_tokens is True .* an integer"),
+        ("hello", {"min_tokens": None}, "min_tokens is None .* an integer"),
+        ("hello", {"seed": "a"}, "seed is 'a' .* an integer"),
+        ("hello", {"temperature": "hot"}, "temperature is 'hot' .* a number"),
+        ("hello", {"temperature": 10**400}, "temperature is 1000.* at most 2"),
+        ("hello", {"stop": 5}, "stop is 5 .* a list of strings"),
+        ("hello", {"stop": 0}, "stop is 0 .* a list of strings"),
+        ("hello", {"stop": [""]}, "stop is .* none of them empty"),
+        ("hello", {"stop_token_ids": "12"}, "stop_token_ids is '12' .* a list of integers"),
+        ("hello", {"ignore_eos": 1}, "ignore_eos is 1 .* True or False"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_in_a_sentence(
+    llm: LLM, messages: Any, sampling: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        llm.chat(messages, **sampling)
+
+
+def test_numpys_integers_are_integers(llm: LLM) -> None:
+    assert llm.chat("hello", max_tokens=np.int64(2), seed=np.uint8(3), ignore_eos=True).usage.num_completion_tokens == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_closed_one_says_so() -> None:
+    llm = LLM("demo", num_threads=1, kv_cache_mib=16, device="cpu")
+    llm.close()
+    for messages in ("hello", ["hello", "you"]):
+        with pytest.raises(RequestError, match="this LLM is closed"):
+            llm.chat(messages)
+    gc.collect()

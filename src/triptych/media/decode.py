@@ -1,4 +1,7 @@
-"""`decode_image`: a file's bytes to upright RGB pixels, the picture that transformers' `load_image` would give."""
+"""`decode_image`: a file's bytes to upright RGB pixels, the picture that transformers' `load_image` would give.
+
+But for 16-bit grey, which `load_image` clips to white: it becomes the picture's 8-bit version.
+"""
 
 from PIL import Image
 
@@ -25,8 +28,15 @@ def decode_image(data: bytes) -> Image.Image:
     orientation = read_orientation(image, data)
     try:
         image.load()
+        if image.mode == "I" or image.mode.startswith("I;16"):
+            image = _to_8_bit(image)
         if orientation in _UPRIGHT:
             image = image.transpose(_UPRIGHT[orientation])
         return image.convert("RGB")
     except Exception as error:  # on hostile bytes a decoder raises whatever its code meets
         raise MediaError(f"the picture cannot be decoded: {error or type(error).__name__}.") from None
+
+
+def _to_8_bit(image: Image.Image) -> Image.Image:
+    """16-bit grey, whichever of PIL's modes holds it, by each value's upper byte."""
+    return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")

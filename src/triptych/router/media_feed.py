@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from triptych.engine.events import Encoded
 from triptych.errors import (
@@ -155,7 +155,6 @@ class MediaFeed:
 
     async def _supply(self, item: FedItem, prefill: PooledWorker, reason: FailureReason = FailureReason.MISSING) -> None:
         """Encode and deliver; or tell the worker that the item cannot be had."""
-        started_at = time.perf_counter()
         try:
             if item.error is not None:
                 raise item.error
@@ -165,9 +164,9 @@ class MediaFeed:
             failure = FailureReason.BAD_MEDIA if error.status < 500 else FailureReason.INTERNAL
             await self._deliver(item, ECDelivery(self._call_id, item.key, failure=failure, message=str(error)), prefill)
             return
+        answered_at = time.perf_counter()
         await self._deliver(item, ECDelivery(self._call_id, item.key, ticket=encoded.ticket), prefill)
-        times = EncodeTimes(encoded.timings, is_local)
-        self._on_encoded(replace(times, transfer_s=max(0.0, time.perf_counter() - started_at - times.total_s)))
+        self._on_encoded(EncodeTimes(encoded.timings, is_local, transfer_s=time.perf_counter() - answered_at))
 
     async def _encode(self, item: FedItem, prefill: PooledWorker, reason: FailureReason) -> tuple[Encoded, bool]:
         """One worker after another, until one has it, and whether that is the prefill worker itself. `reason` is why it is wanted."""

@@ -46,7 +46,9 @@ IGNORED = ("metadata", "prompt_cache_key", "safety_identifier")
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """As OpenAI: a number in quotes is no number, and neither is `true`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ImageURL(_Strict):

@@ -6,8 +6,9 @@ A placeholder comes from a media part and from nothing else: see `PromptTokenize
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,25 +114,27 @@ class Renderer:
         for part in parts:
             self._adapter.check_modality(part.modality)
         loop = asyncio.get_running_loop()
-        files = await _gather([self._load(part, session) for part in parts])
+        files = await _gather([self._load(part, session, (i, len(parts))) for i, part in enumerate(parts, 1)])
         return await loop.run_in_executor(self._executor, self._render, messages, [part.modality for part in parts], files)
 
-    async def _load(self, part: MediaPart, session: aiohttp.ClientSession) -> bytes:
+    async def _load(self, part: MediaPart, session: aiohttp.ClientSession, place: tuple[int, int]) -> bytes:
         """The file's bytes; base64 is decoded in a thread."""
         if isinstance(part.source, bytes):
             return part.source
-        if part.source[:5].lower() == "data:":
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, decode_data_url, part.source, self._limits)
-        return await fetch(part.source, self._limits, session)
+        with _errors_say_which(part.modality, place):
+            if part.source[:5].lower() == "data:":
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._executor, decode_data_url, part.source, self._limits)
+            return await fetch(part.source, self._limits, session)
 
     def _render(self, messages: Sequence[ChatMessage], modalities: list[str], files: list[bytes]) -> RenderedPrompt:
-        headers = [read_header(data, self._limits) for data in files]
-        layouts = [self._adapter.layout(header, len(files)) for header in headers]
-        keys = [
-            self._make_key(modality, data, header, len(files))
-            for modality, data, header in zip(modalities, files, headers, strict=True)
-        ]
+        layouts: list[ItemLayout] = []
+        keys: list[str] = []
+        for i, (modality, data) in enumerate(zip(modalities, files, strict=True), 1):
+            with _errors_say_which(modality, (i, len(files))):
+                header = read_header(data, self._limits)
+                layouts.append(self._adapter.layout(header, len(files)))
+                keys.append(self._make_key(modality, data, header, len(files)))
         rendered = self._template.render([self._to_template(message) for message in messages])
         token_ids = self.tokenizer.encode(self._expand(rendered, layouts))
         runs = find_items(token_ids, layouts) if layouts else []
@@ -179,6 +182,18 @@ class Renderer:
             pieces += [rendered[position : match.start()], waiting[modalities[match[0]]].pop(0).text]
             position = match.end()
         return "".join([*pieces, rendered[position:]])
+
+
+@contextmanager
+def _errors_say_which(modality: str, place: tuple[int, int]) -> Generator[None]:
+    """`place`: the item's number and how many there are. An error keeps its type, and of several items says which it is about."""
+    number, total = place
+    try:
+        yield
+    except RequestError as error:
+        if total > 1:
+            error.args = (f"{'picture' if modality == 'image' else modality} {number} of {total}: {error}",)
+        raise
 
 
 def _check_placeholders(found: Sequence[str], layouts: Sequence[ItemLayout]) -> None:

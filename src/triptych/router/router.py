@@ -36,7 +36,7 @@ class Router:
         body = await read_body(request, self.max_body_nbytes)
         wanted = ChatCompletionRequest.parse(body)
         if wanted.model not in (None, "", self.name):
-            raise UnknownModelError(f"there is no model '{wanted.model}' here; this server has '{self.name}'.")
+            raise self._unknown(wanted.model)
         head = AnswerHead(
             id=f"chatcmpl-{uuid4().hex}",
             created=int(time.time()),
@@ -59,6 +59,14 @@ class Router:
 
     async def models(self, _: Request) -> Response:
         return Response(ModelList(data=[self.card]).model_dump_json(), media_type="application/json")
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["id"] != self.name:
+            raise self._unknown(request.path_params["id"])
+        return Response(self.card.model_dump_json(), media_type="application/json")
+
+    def _unknown(self, name: str) -> UnknownModelError:
+        return UnknownModelError(f"there is no model '{name}' here; this server has '{self.name}'.")
 
     async def health(self, _: Request) -> Response:
         missing = [stage.name.lower() for stage in self.serving.pool.missing_stages()]
@@ -96,6 +104,7 @@ def make_app(router: Router) -> Starlette:
     routes = [
         Route("/v1/chat/completions", router.chat_completions, methods=["POST"]),
         Route("/v1/models", router.models, methods=["GET"]),
+        Route("/v1/models/{id:path}", router.model, methods=["GET"]),  # a hub's names have a slash
         Route("/health", router.health, methods=["GET"]),
         Route("/metrics", router.metrics, methods=["GET"]),
         Route("/workers", router.list_workers, methods=["GET"]),

@@ -37,8 +37,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTimes:
-    """`is_local`: at the worker that prefills, whose one engine thread runs tower and language model in turn. `transfer_s`: what the
-    router saw pass from its call to the delivery of the answer, beyond what the encode worker accounts for."""
+    """`is_local`: at the worker that prefills, whose one engine thread runs tower and language model in turn. `transfer_s`: from
+    the encode's answer to its delivery, as the router saw it."""
 
     timings: StageTimings = NO_TIMINGS
     is_local: bool = False

@@ -235,9 +235,14 @@ def _device(config: EngineConfig) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device '{name}' does not exist; use auto, cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device '{name}' is not here: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
+        )
+    return device
 
 
 def _describe(config: EngineConfig, worker_id: str) -> WorkerInfo:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from triptych.config import MediaConfig, ModelConfig
 from triptych.demo import CHECKPOINT
-from triptych.errors import RequestError, TooLargeError
+from triptych.errors import MediaError, RequestError, TooLargeError
 from triptych.models.inspect import resolve_model
 from triptych.router.render import ChatMessage, MediaPart, RenderedPrompt, Renderer, TextPart
 
@@ -155,3 +155,16 @@ def test_media_in_a_place_where_the_template_drops_it_is_an_error(renderer: Rend
     big = MediaPart("image", b"\x00" * (33 * 1024**2))
     with pytest.raises(TooLargeError):
         render(renderer, ChatMessage("user", (big,)))
+
+
+BROKEN_URL = "data:image/png;base64,*"
+
+
+@pytest.mark.parametrize("source", [b"no picture", BROKEN_URL])
+def test_of_several_pictures_an_error_says_which(renderer: Renderer, png: Callable[..., bytes], source: str | bytes) -> None:
+    good, broken = MediaPart("image", png()), MediaPart("image", source)
+    with pytest.raises(MediaError, match=r"^the (media file is not a picture|data URL)") as alone:
+        render(renderer, ChatMessage("user", (broken,)))
+    with pytest.raises(MediaError) as one_of_three:
+        render(renderer, ChatMessage("user", (good,)), ChatMessage("user", (broken, good)))
+    assert str(one_of_three.value) == f"picture 2 of 3: {alone.value}"

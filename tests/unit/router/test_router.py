@@ -404,3 +404,13 @@ async def test_registering_what_is_no_worker_is_refused(serve: Serve) -> None:
 def test_options_leave_room_for_the_largest_picture_in_base64() -> None:
     options = RouterOptions(model=CHECKPOINT)
     assert options.max_body_nbytes > options.media.max_media_nbytes * 4 / 3
+
+
+async def test_a_models_card_is_found_by_its_name_and_no_other(serve: Serve) -> None:
+    async with serve("P1D1") as served:
+        _, models = await served.get("/v1/models")
+        assert await served.get("/v1/models/demo") == (200, models["data"][0])
+        for name in ("other", "some/other"):
+            status, answer = await served.get(f"/v1/models/{name}")
+            assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            assert f"no model '{name}'" in answer["error"]["message"]

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from triptych.config import ConnectorConfig
-from triptych.errors import ConfigError
 from triptych.transfer.arena import Arena
 from triptych.transfer.planes import make_data_plane
 
@@ -21,10 +20,3 @@ def test_a_configuration_gets_the_plane_it_names_with_checksums_as_it_says(
     assert ticket.planes.keys() == {name}
     assert ticket.producer == "e0"
     assert bool(ticket.checksum) is verify_checksums
-
-
-def test_an_unknown_plane_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'file'"):
-        make_data_plane(ConnectorConfig(data_plane="files"), "e0")
-    with pytest.raises(ConfigError, match="known are shm, file"):
-        make_data_plane(ConnectorConfig(data_plane="nixl"), "e0")
