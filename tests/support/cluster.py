@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from oracle import Wanted
+from worker_rig import held_by
 
 from triptych.config import CacheConfig, ClusterLayout, DeviceConfig, EngineConfig, SchedulerConfig
 from triptych.media.item import MediaItem
@@ -53,29 +54,11 @@ class Cluster:
         return answer
 
     async def assert_nothing_is_held(self) -> None:
-        """Aborts and releases travel for a moment; then no request, pin, wait or KV lease is left anywhere."""
+        """Aborts and releases travel for a moment; then nothing is held for anybody anywhere."""
         deadline = asyncio.get_running_loop().time() + 10.0
-        while self._held() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110  # nothing tells of a release
+        while any(map(held_by, self.workers)) and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        assert self._held() == {}
-
-    def _held(self) -> dict[str, float]:
-        held: dict[str, float] = {}
-        for worker in self.workers:
-            gauges = worker.gauges()
-            blocks_in_use = gauges["kv_blocks"] - gauges["kv_blocks_free"]
-            names = (
-                "requests_running",
-                "requests_waiting",
-                "encodes_queued",
-                "item_waits",
-                "leases",
-                "encoder_cache_items_pinned",
-                "streams",
-            )
-            values = {name: gauges[name] for name in names} | {"kv_blocks_in_use": blocks_in_use}
-            held |= {f"{worker.info.worker_id}: {name}": value for name, value in values.items() if value}
-        return held
+        assert {worker.info.worker_id: held_by(worker) for worker in self.workers if held_by(worker)} == {}
 
 
 @asynccontextmanager

@@ -39,7 +39,7 @@ from triptych.worker.protocol import (
 from triptych.worker.registration import Registration
 from triptych.worker.worker import Worker
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_CONTROL_NBYTES = 64 * 1024**2  # of a generate request: a million token ids are about 8 MB
 WATCH_INTERVAL_S = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from triptych.engine.core import EngineCore
 from triptych.engine.events import EngineEvent
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Command = Callable[[EngineCore], None]
 
@@ -60,7 +60,7 @@ class EngineThread:
                 if events:
                     self._on_events(events)
         except Exception as error:  # the thread's edge: a broken scheduler cannot be trusted with another step
-            log.exception("the engine broke")
+            logger.exception("the engine broke")
             self._on_death(error)
 
     def _take_commands(self, wait: bool) -> None:

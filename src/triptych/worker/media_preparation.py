@@ -11,7 +11,7 @@ from triptych.errors import FailureReason, InternalError, RequestError, Triptych
 from triptych.media.processor import MediaProcessor
 from triptych.worker.protocol import EncodeRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Preprocess = Callable[[bytes, str, tuple[int, ...], int], object]  # data, modality, grid, number of rows -> tower inputs
 
@@ -76,22 +76,28 @@ class MediaPreparation:
     def close(self) -> None:
         self._processor.close()
 
-    def _prepare(self, held: HeldMedia) -> Prepared:
+    def _prepare(self, held: HeldMedia) -> Prepared | None:
+        """None if everybody has left while it waited for a thread."""
+        with self._lock:
+            if not held.holders:
+                return None
         started = time.perf_counter()
         request = held.request
         inputs = self._preprocess(held.data, request.modality, request.grid, request.num_rows)
         return Prepared(inputs, time.perf_counter() - started)
 
-    def _report(self, key: str, done: "Future[Prepared]") -> None:
+    def _report(self, key: str, done: "Future[Prepared | None]") -> None:
         if done.cancelled():
             self._on_done(key, PreparationFailed("the worker stops.", FailureReason.INTERNAL))
             return
         error = done.exception()
         if error is None:
-            self._on_done(key, done.result())
+            outcome = done.result()
+            if outcome is not None:
+                self._on_done(key, outcome)
         elif isinstance(error, RequestError):
             self._on_done(key, PreparationFailed(error.message, FailureReason.BAD_MEDIA))
         else:
             kind = "" if isinstance(error, InternalError) else f"{type(error).__name__}: "
-            log.error("item %s cannot be prepared", key[:12], exc_info=error)
+            logger.error("item %s cannot be prepared", key[:12], exc_info=error)
             self._on_done(key, PreparationFailed(f"the item cannot be prepared: {kind}{error}", FailureReason.INTERNAL))

@@ -8,7 +8,7 @@ import msgspec
 
 from triptych.worker.protocol import RegisterRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 2.0
@@ -46,6 +46,6 @@ class Registration:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False  # the router starts beside us, or is gone: try again
         if refusal != self._last_refusal:
-            log.error("the router refuses this worker: %s", refusal)
+            logger.error("the router refuses this worker: %s", refusal)
             self._last_refusal = refusal
         return False

@@ -37,7 +37,7 @@ from triptych.worker.event_streams import EventStreams, StreamEvent
 from triptych.worker.media_preparation import MediaPreparation, PreparationFailed, Prepared
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Worker:

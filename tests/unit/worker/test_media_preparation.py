@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from worker_rig import encode_request
 
@@ -129,3 +130,30 @@ def test_closing_tells_those_whose_turn_never_came():
     told = dict(outcomes.told)
     assert isinstance(told[encode_request(seed=0).key], Prepared)
     assert isinstance(told[encode_request(seed=1).key], PreparationFailed)
+
+
+def test_a_file_whose_callers_left_while_it_waited_for_a_thread_is_not_prepared():
+    may_go_on, is_busy, is_at_last = (threading.Event() for _ in range(3))
+    prepared: list[bytes] = []
+
+    def preprocess(data: bytes, *_: object) -> object:
+        prepared.append(data)
+        (is_at_last if data == b"third" else is_busy).set()
+        assert may_go_on.wait(10)
+        return data
+
+    media, outcomes = make(preprocess)
+    busy = encode_request("busy")
+    leaves, last = (msgspec.structs.replace(busy, encode_id=letter, key=letter * 64) for letter in "ef")
+    for request, data in ((busy, b"first"), (leaves, b"second"), (last, b"third")):
+        media.hold(request, data)
+    media.start(busy.key)
+    assert is_busy.wait(10)
+    media.start(leaves.key)
+    media.start(last.key)
+    media.let_go(leaves)
+    may_go_on.set()
+    assert is_at_last.wait(10)
+    media.close()
+    assert prepared == [b"first", b"third"]
+    assert [key for key, _ in outcomes.told] == [busy.key, last.key]
