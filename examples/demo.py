@@ -127,7 +127,7 @@ def sketch(file: Path, width: int = 28) -> Text:
 def show_times(console: Console, answers: list[Answer]) -> None:
     table = Table(
         title="Where the time went (ms)",
-        caption="The parts add up to the total. Of an encode, only what prefill had to wait for counts.",
+        caption="The parts add up to the total. What ran beside an encode that prefill waited for counts as encode.",
     )
     table.add_column("")
     for number in range(len(answers)):

@@ -19,6 +19,7 @@ class StageTimings(msgspec.Struct, frozen=True, omit_defaults=True):
     ec_wait_s: float = 0.0  # prefill could not go on for want of an item (first wait to last arrival)
     ec_load_s: float = 0.0  # of the last item: ticket here to rows resident; part of ec_wait_s, unless prefill was still busy
     prefill_queue_s: float = 0.0  # arrival to first scheduled token, less ec_wait_s
+    prefill_before_wait_s: float = 0.0  # part of prefill_s: what was computed before the last wait for an item began
     prefill_s: float = 0.0  # first scheduled token to first sampled token, less ec_wait_s
     kv_transfer_s: float = 0.0  # arrival with a KV ticket to blocks resident
     decode_queue_s: float = 0.0  # blocks resident to first scheduled token

@@ -39,6 +39,7 @@ class Timeline:
     last_token_at: float | None = None
     blocked_since: float | None = None  # cannot go on for want of an item
     ec_load_s: float = 0.0  # of the last item that was loaded
+    computed_before_wait_s: float = 0.0  # from the start to the last wait, less earlier waits
     blocked_before_start_s: float = 0.0
     blocked_after_start_s: float = 0.0
 
@@ -52,6 +53,7 @@ class Timeline:
             if self.started_at is None:
                 self.blocked_before_start_s += now - self.blocked_since
             else:
+                self.computed_before_wait_s = self.blocked_since - self.started_at - self.blocked_after_start_s
                 self.blocked_after_start_s += now - self.blocked_since
             self.blocked_since = None
         if self.started_at is None:
@@ -75,6 +77,7 @@ class Timeline:
         return StageTimings(
             ec_wait_s=self.blocked_before_start_s + self.blocked_after_start_s,
             ec_load_s=self.ec_load_s,
+            prefill_before_wait_s=self.computed_before_wait_s,
             prefill_queue_s=started - self.arrived_at - self.blocked_before_start_s,
             prefill_s=first - started - self.blocked_after_start_s,
             decode_s=last - first,

@@ -135,14 +135,18 @@ def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]
 
 
 def _split(timings: StageTimings, encode: EncodeTimes) -> dict[str, float]:
-    """The wait for an item ended when it arrived, so it is filled from its end: first the transfer, then the encode; an encode longer than
-    what is left began while prefill was busy with what stood before the item, and loses its beginning. What neither explains is
-    transfer, too. But where the tower ran in a step that prefilled this request, its time is part of `prefill_s` and not of the wait."""
+    """The wait for an item ended when it arrived, so it is filled from its end: first the transfer, then the encode. An encode longer than
+    what is left began while prefill was busy with what stood before the item: as prefill had to wait all the same, that time is the
+    encode's and not prefill's. What began still earlier was before the request came, and is cut. What neither explains is transfer, too.
+    But where the tower ran in a step that prefilled this request, its time is part of `prefill_s` and not of the wait."""
     is_in_prefill = encode.is_local and timings.ec_wait_s < encode.total_s
     in_prefill_s = min(encode.timings.encode_s, timings.prefill_s) if is_in_prefill else 0.0
     waited_for_s = encode.total_s - in_prefill_s
     transfer_s = 0.0 if encode.is_local else min(timings.ec_wait_s, encode.transfer_s + timings.ec_load_s)
     hidden_s = max(0.0, waited_for_s - (timings.ec_wait_s - transfer_s))
+    has_waited = timings.ec_wait_s > 0 and not encode.is_local
+    overlap_s = min(hidden_s, timings.prefill_before_wait_s) if has_waited else 0.0
+    hidden_s -= overlap_s
     preprocess_s, hidden_s = _cut(encode.timings.preprocess_s, hidden_s)
     encode_queue_s, hidden_s = _cut(encode.timings.encode_queue_s, hidden_s)
     return {
@@ -151,7 +155,7 @@ def _split(timings: StageTimings, encode: EncodeTimes) -> dict[str, float]:
         "encode": encode.timings.encode_s - hidden_s,
         "ec_transfer": max(transfer_s, timings.ec_wait_s - waited_for_s),
         "prefill_queue": timings.prefill_queue_s,
-        "prefill": timings.prefill_s - in_prefill_s,
+        "prefill": timings.prefill_s - in_prefill_s - overlap_s,
         "kv_transfer": timings.kv_transfer_s,
         "decode": timings.decode_queue_s + timings.decode_s,
     }

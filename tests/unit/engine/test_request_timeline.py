@@ -30,7 +30,7 @@ def test_waits_for_items_before_and_after_the_first_window_are_ec_waits_and_noth
     timeline.block(15.0)
     timeline.start(20.0)
     timeline.sample(21.0)
-    assert_timings(timeline.timings(), ec_wait_s=8.0, prefill_queue_s=1.0, prefill_s=2.0)
+    assert_timings(timeline.timings(), ec_wait_s=8.0, prefill_queue_s=1.0, prefill_s=2.0, prefill_before_wait_s=1.0)
 
 
 def test_a_request_that_came_with_kv_has_no_prefill():

@@ -87,6 +87,21 @@ def test_the_item_that_came_last_is_the_critical_one() -> None:
     assert stopwatch.timing() == Timing(encode=1000.0)
 
 
+def test_an_encode_that_prefill_waited_for_counts_whole_and_the_prompt_before_it_ran_beside() -> None:
+    # 0-45 encode, 45-50 transfer; prefill computed 0-30, waited 30-50, computed 50-70
+    prefill = StageTimings(ec_wait_s=0.020, prefill_before_wait_s=0.030, prefill_s=0.050)
+    parts = break_down(0.070, [(prefill, EncodeTimes(ENCODE, transfer_s=0.005))]).to_dict()
+    assert (parts["preprocess"], parts["encode_queue"], parts["encode"]) == (10.0, 5.0, 30.0)
+    assert (parts["ec_transfer"], parts["prefill"], parts["router"]) == (5.0, 20.0, 0.0)
+
+
+def test_an_encode_that_prefill_never_waited_for_counts_nothing() -> None:
+    prefill = StageTimings(prefill_before_wait_s=0.0, prefill_s=0.070)
+    parts = break_down(0.070, [(prefill, EncodeTimes(ENCODE, transfer_s=0.005))]).to_dict()
+    assert parts["prefill"] == 70.0
+    assert parts["encode"] == parts["ec_transfer"] == 0.0
+
+
 def test_a_wait_is_filled_from_its_end_with_transfer_then_with_the_encode() -> None:
     # the encode of 45 ms began 15 ms before prefill ran out of work; then 8 ms on the way and 2 ms for the copy
     prefill = StageTimings(ec_wait_s=0.040, ec_load_s=0.002, prefill_s=0.020)
