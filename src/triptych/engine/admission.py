@@ -44,9 +44,14 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
 
 def check_encode(spec: EncodeSpec, config: EngineConfig) -> None:
     """Raise `RequestError` for an encode that this worker cannot do."""
+    check_tower(config)
+    _check_rows(spec.num_rows, config)
+
+
+def check_tower(config: EngineConfig) -> None:
+    """Raise `RequestError` that names the role, if this worker cannot encode at all."""
     if not config.has_tower:
         raise RequestError(f"this worker's role is {config.role}: it has no vision tower and cannot encode.")
-    _check_rows(spec.num_rows, config)
 
 
 def check_role(spec: RequestSpec, config: EngineConfig) -> None:

@@ -188,6 +188,10 @@ class Scheduler:
     def _num_loading(self) -> int:
         return sum(1 for request in self._requests.values() if request.status == RequestStatus.LOADING_KV)
 
+    @property
+    def _last_in_line(self) -> Request:
+        return max(self._running, key=lambda each: each.rank)
+
     # --- choosing windows -------------------------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan, now: float) -> None:
@@ -236,7 +240,7 @@ class Scheduler:
                 continue
             num_tokens = self._window(request, plan, now)
             while self._running and num_tokens:
-                self._preempt(max(self._running, key=lambda each: each.rank), plan)
+                self._preempt(self._last_in_line, plan)
                 if self._start(request, num_tokens, plan, now):
                     return
 
@@ -283,7 +287,7 @@ class Scheduler:
             if new is not None:
                 plan.new_block_ids[request.request_id] = new
                 return True
-            victim = max(self._running, key=lambda each: each.rank)
+            victim = self._last_in_line
             self._preempt(victim, plan)
             if victim is request:
                 return False

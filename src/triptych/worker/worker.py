@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from triptych.config import EngineConfig
-from triptych.engine.admission import check_role
+from triptych.engine.admission import check_role, check_tower
 from triptych.engine.core import EngineCore
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
@@ -119,8 +119,7 @@ class Worker:
         spec = EncodeSpec(
             request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
         )
-        if not self.config.has_tower:
-            raise RequestError(f"this worker's role is {self.config.role}: it has no vision tower and cannot encode.")
+        check_tower(self.config)
         queue = self._streams.open(request.encode_id)
         self._media.hold(request, media)
         event: StreamEvent | None = None
