@@ -55,8 +55,10 @@ class EngineCore:
     def announce(self, ticket: ECTicket) -> None:
         self.scheduler.announce(ticket)
 
-    def item_failed(self, request_id: str, message: str, reason: FailureReason) -> None:
-        """An item that the request needs cannot be had from anybody."""
+    def item_failed(self, request_id: str, key: str, message: str, reason: FailureReason) -> None:
+        """An item cannot be had from anybody. That ends the request, unless it has the item by now, or somebody else's ticket for it."""
+        if not self.scheduler.waits_in_vain(request_id, key):
+            return
         if reason == FailureReason.BAD_MEDIA:
             self.scheduler.fail_request(request_id, message, RequestError.type, RequestError.status, reason)
         else:
@@ -67,9 +69,9 @@ class EngineCore:
         from a transfer, or the next deadline."""
         output = self.scheduler.schedule()
         result = self._execute(output)
-        self.counters.count(output, result)
         events = [*self._refusals, *self.scheduler.update(output, result)]
         self._refusals = []
+        self.counters.count(output, result, events)
         has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)
         return events, bool(has_moved)
 

@@ -1,9 +1,15 @@
 """`EncodeQueue`: the items that this worker's tower is asked for.
 
-    submit -> PREPARING (bytes become tower inputs, beside the engine thread) -> READY -> ENCODING (one step) -> gone
+               submit             prepared          pages, row budget         the step ends
+    absent -----------> PREPARING ---------> READY ------------------> ENCODING -------------> absent
+                            | cannot be prepared, or nobody waits any more, or the deadline
+                            +-------------------+------------------------------------------> absent
 
-One job per key, however many ask for it: later ones join. A job goes on until the last who asked has left; one that nobody waits for any more
-is not started.
+PREPARING: its bytes become tower inputs, beside the engine thread. READY: it waits for room in the encoder cache, for its turn, or for a load that
+brings the item from a peer. ENCODING lasts one step, and ends with it whatever happens.
+
+One job per key, however many ask for it: later ones join. A job goes on until the last who asked has left. Its deadline is the first caller's,
+so that a preparation that hangs is not handed on from caller to caller for ever.
 """
 
 from collections.abc import Callable
@@ -18,6 +24,13 @@ class EncodeState(Enum):
     PREPARING = auto()
     READY = auto()
     ENCODING = auto()
+
+
+LEGAL_ENCODE_CHANGES = {
+    EncodeState.PREPARING: {EncodeState.READY},
+    EncodeState.READY: {EncodeState.ENCODING},
+    EncodeState.ENCODING: set[EncodeState](),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,7 @@ class EncodeSpec:
 @dataclass(slots=True)
 class EncodeJob:
     spec: EncodeSpec  # the first call's
+    deadline: float
     callers: dict[str, tuple[EncodeSpec, float]] = field(
         default_factory=dict[str, tuple[EncodeSpec, float]]
     )  # id -> (spec, arrival)
@@ -43,26 +57,34 @@ class EncodeJob:
     preprocess_s: float = 0.0
     started_at: float = 0.0
 
+    def change_state(self, state: EncodeState) -> None:
+        assert state in LEGAL_ENCODE_CHANGES[self.state], f"encode of {self.spec.key[:12]}: {self.state} -> {state}"
+        self.state = state
+
     @property
     def needs_ticket(self) -> bool:
         return any(not spec.will_stay for spec, _ in self.callers.values())
 
 
 class EncodeQueue:
-    def __init__(self, cache: EncoderCacheManager, max_rows_per_step: int) -> None:
+    def __init__(self, cache: EncoderCacheManager, max_rows_per_step: int, timeout_s: float) -> None:
         self._cache = cache
         self._max_rows_per_step = max_rows_per_step
+        self._timeout_s = timeout_s
         self._jobs: dict[str, EncodeJob] = {}  # by key, in order of arrival
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def get(self, key: str) -> EncodeJob | None:
+        return self._jobs.get(key)
 
     def submit(self, spec: EncodeSpec, now: float) -> bool:
         """Join or start the key's job; True if its bytes must be prepared."""
         job = self._jobs.get(spec.key)
         is_new = job is None
         if job is None:
-            job = self._jobs[spec.key] = EncodeJob(spec)
+            job = self._jobs[spec.key] = EncodeJob(spec, now + self._timeout_s)
         job.callers[spec.encode_id] = (spec, now)
         return is_new
 
@@ -70,12 +92,16 @@ class EncodeQueue:
         """Ignored if everybody has left meanwhile."""
         job = self._jobs.get(key)
         if job is not None and job.state == EncodeState.PREPARING:
-            job.inputs, job.preprocess_s, job.state = inputs, preprocess_s, EncodeState.READY
+            job.inputs, job.preprocess_s = inputs, preprocess_s
+            job.change_state(EncodeState.READY)
 
-    def abort(self, encode_id: str) -> None:
-        for job in list(self._jobs.values()):
-            if job.callers.pop(encode_id, None) is not None and not job.callers and job.state != EncodeState.ENCODING:
+    def leave(self, encode_id: str) -> list[str]:
+        """The keys of the jobs that it waited for: one, unless the id was used twice."""
+        left = [job for job in self._jobs.values() if job.callers.pop(encode_id, None) is not None]
+        for job in left:
+            if not job.callers and job.state != EncodeState.ENCODING:
                 del self._jobs[job.spec.key]
+        return [job.spec.key for job in left]
 
     def schedule(self, now: float, rank_of: Callable[[str], Rank]) -> list[EncodeInput]:
         """Start ready jobs within the row budget and the cache's space; an item over the budget goes alone.
@@ -98,17 +124,25 @@ class EncodeQueue:
             pages = self._cache.allocate(spec.key, spec.num_rows, rank)
             if pages is None:
                 break
-            job.state, job.started_at = EncodeState.ENCODING, now
+            job.change_state(EncodeState.ENCODING)
+            job.started_at = now
             inputs.append(EncodeInput(spec.key, spec.modality, spec.num_rows, spec.grid, pages, job.inputs))
             budget -= spec.num_rows
         return inputs
 
-    def needs_ticket(self, key: str) -> bool:
-        return self._jobs[key].needs_ticket
+    def expired(self, now: float) -> list[EncodeJob]:
+        """The jobs whose time is up before their step has come. The caller takes them."""
+        return [job for job in self._jobs.values() if job.state != EncodeState.ENCODING and job.deadline <= now]
+
+    def next_deadline(self) -> float | None:
+        return min((job.deadline for job in self._jobs.values() if job.state != EncodeState.ENCODING), default=None)
 
     def take(self, key: str) -> EncodeJob | None:
         """The job is over, well or not: forget it."""
         return self._jobs.pop(key, None)
+
+    def keys_encoding(self) -> set[str]:
+        return {key for key, job in self._jobs.items() if job.state == EncodeState.ENCODING}
 
     def check_invariants(self) -> None:
         for job in self._jobs.values():

@@ -1,21 +1,34 @@
 """`EncoderCacheManager`: which item lies in which pages of this worker's encoder cache, and who keeps it there.
 
-An entry's life: allocated (FILLING: the tower or a load writes it) -> RESIDENT -> evicted. While it fills, nobody else may have its
-pages. Resident, it is kept by pins: a request's (it still has to compute tokens of the item) or a lease's (a peer may read it). Without a pin it is
-evictable, least recently used first.
+             allocate             mark_resident          unpin, the last
+    absent ----------> FILLING ----------------> RESIDENT ----------> EVICTABLE ----------> absent
+       ^                  | discard                 |      <----------    |     room is needed
+       +------------------+                         |          pin        |
+       +--------------------------------------------+---------------------+
+
+While an entry fills, the tower or a load writes its pages, and nobody else may have them before that has ended. Then it is kept by pins: a
+request's (it still has to compute tokens of the item), or the one that stands for all peers who may read it. An entry without a pin goes
+first, the least recently used before the others.
 
 A request's pin yields to whoever is before it in line: an earlier request, or an earlier item of the same request. So two that each hold what
-the other lacks cannot wait for each other for ever: who is first in line always gets its next item. A lease's pin yields to nobody.
+the other lacks cannot wait for each other for ever: who is first in line always gets its next item. The peers' pin yields to nobody.
 
-    pages:  | free | FILLING (owner: the step that writes) | RESIDENT, pinned | RESIDENT, evictable |
+    pages:  | free | FILLING (owner: the step that writes) | RESIDENT (pinned) | EVICTABLE |
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 Rank = tuple[int, ...]  # (priority, arrival[, first token of the item]): smaller is served first
 LEASE: Rank = (-(2**62),)  # the rank of a pin that never yields
 LAST: Rank = (2**62,)  # the rank of who takes free or unpinned pages only
+
+
+class EntryState(Enum):
+    FILLING = auto()
+    RESIDENT = auto()
+    EVICTABLE = auto()  # resident, and nobody keeps it
 
 
 @dataclass(slots=True)
@@ -23,8 +36,14 @@ class CacheEntry:
     key: str
     num_rows: int
     pages: tuple[int, ...]
-    is_resident: bool = False
+    is_filled: bool = False
     pins: dict[str, Rank] = field(default_factory=dict[str, Rank])  # holder -> rank
+
+    @property
+    def state(self) -> EntryState:
+        if not self.is_filled:
+            return EntryState.FILLING
+        return EntryState.RESIDENT if self.pins else EntryState.EVICTABLE
 
 
 class EncoderCacheManager:
@@ -44,12 +63,29 @@ class EncoderCacheManager:
     def num_pinned(self) -> int:
         return sum(1 for entry in list(self._entries.values()) if entry.pins)  # a copy: /metrics asks from another thread
 
-    def is_resident(self, key: str) -> bool:
+    def state(self, key: str) -> EntryState | None:
+        """None if the item is absent."""
         entry = self._entries.get(key)
-        return entry is not None and entry.is_resident
+        return None if entry is None else entry.state
+
+    def is_resident(self, key: str) -> bool:
+        return self.state(key) in (EntryState.RESIDENT, EntryState.EVICTABLE)
 
     def is_known(self, key: str) -> bool:
         return key in self._entries
+
+    def holds(self, key: str, num_rows: int) -> bool:
+        """Whether an item is resident with as many rows as expected."""
+        return self.is_resident(key) and self._entries[key].num_rows == num_rows
+
+    def keys(self, state: EntryState) -> set[str]:
+        return {key for key, entry in self._entries.items() if entry.state == state}
+
+    def holders(self) -> set[str]:
+        return {holder for entry in self._entries.values() for holder in entry.pins}
+
+    def keys_pinned_by(self, holder: str) -> set[str]:
+        return {key for key, entry in self._entries.items() if holder in entry.pins}
 
     def pages(self, key: str) -> tuple[int, ...]:
         return self._entries[key].pages
@@ -68,7 +104,8 @@ class EncoderCacheManager:
         return pages
 
     def mark_resident(self, key: str) -> None:
-        self._entries[key].is_resident = True
+        assert not self._entries[key].is_filled, "an item becomes resident once"
+        self._entries[key].is_filled = True
 
     def discard(self, key: str) -> None:
         """Give up an entry: its content never came, or is not wanted. Nobody may be writing its pages any more."""
@@ -81,6 +118,7 @@ class EncoderCacheManager:
         self._entries.move_to_end(key)
 
     def pin(self, key: str, holder: str, rank: Rank = LEASE) -> None:
+        assert self._entries[key].is_filled, "an item is pinned before it is resident"
         self._entries[key].pins[holder] = rank
         self._entries.move_to_end(key)
 
@@ -115,9 +153,9 @@ class EncoderCacheManager:
         return True
 
     def _in_order_of_eviction(self, rank: Rank) -> list[CacheEntry]:
-        resident = [entry for entry in self._entries.values() if entry.is_resident]
-        unpinned = [entry for entry in resident if not entry.pins]
-        yielding = [entry for entry in resident if entry.pins and min(entry.pins.values()) > rank]
+        unpinned = [entry for entry in self._entries.values() if entry.state == EntryState.EVICTABLE]
+        pinned = [entry for entry in self._entries.values() if entry.state == EntryState.RESIDENT]
+        yielding = [entry for entry in pinned if min(entry.pins.values()) > rank]
         return unpinned + sorted(yielding, key=lambda entry: min(entry.pins.values()), reverse=True)
 
     def check_invariants(self) -> None:
@@ -125,5 +163,5 @@ class EncoderCacheManager:
         assert len(used) == len(set(used)), "a page belongs to two items"
         assert sorted(used + self._free) == list(range(self.num_pages)), "a page is lost or free twice"
         for entry in self._entries.values():
-            assert entry.is_resident or not entry.pins, "an item is pinned before it is resident"
+            assert entry.is_filled or not entry.pins, "an item is pinned before it is resident"
             assert len(entry.pages) == -(-entry.num_rows // self.rows_per_page)

@@ -55,6 +55,10 @@ class KVConnectorScheduler:
     def num_leases(self) -> int:
         return 0
 
+    @property
+    def num_leases_expired(self) -> int:
+        return 0
+
 
 class ActiveKVConnectorScheduler(KVConnectorScheduler):
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
@@ -72,6 +76,10 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
     @property
     def num_leases(self) -> int:
         return len(self._published)
+
+    @property
+    def num_leases_expired(self) -> int:
+        return self._leases.num_expired
 
     def plan(self) -> KVConnectorMetadata:
         if not self._loads and not self._saves:

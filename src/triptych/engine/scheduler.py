@@ -12,20 +12,16 @@ from collections.abc import Callable
 from itertools import count
 
 from triptych.config import EngineConfig, Stage
-from triptych.engine.ec_connector import get_ec_connector_scheduler
 from triptych.engine.encode_queue import EncodeSpec
-from triptych.engine.encode_scheduler import EncodeScheduler
-from triptych.engine.encoder_cache_manager import EncoderCacheManager
-from triptych.engine.events import ECLoaded, ECNeeded, EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_connector import get_kv_connector_scheduler
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
 from triptych.errors import FailureReason
-from triptych.media.item import MediaItem
 from triptych.output import (
     CachedRequestData,
-    ECConnectorOutput,
     ECTicket,
     KVConnectorOutput,
     KVTicket,
@@ -35,7 +31,6 @@ from triptych.output import (
     TokenLogprob,
 )
 
-NO_EC_OUTPUT = ECConnectorOutput()
 NO_KV_OUTPUT = KVConnectorOutput()
 
 
@@ -48,10 +43,9 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []
         self.kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
-        self.cache = EncoderCacheManager(config.num_encoder_pages, config.cache.rows_per_page)
-        self._ec = get_ec_connector_scheduler(config, self.cache, clock)
+        self._items = ItemSupply(config, clock)
+        self.cache = self._items.cache
         self._kv_connector = get_kv_connector_scheduler(config, clock)
-        self._encodes = EncodeScheduler(self.cache, self._ec, config.scheduler.max_encoder_rows)
         self._events: list[EngineEvent] = []
         self._forgotten: list[str] = []  # the runner drops them in the next step
         self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
@@ -78,37 +72,38 @@ class Scheduler:
         self._requests[spec.request_id] = request
         insort(self._waiting, request, key=lambda each: each.rank)
         if request.kv_ticket is None:
-            for item in request.needed_items().values():
-                self._secure(request, item, FailureReason.MISSING, now)
+            self._secure_all(request, FailureReason.MISSING, now)
 
     def add_encode(self, spec: EncodeSpec) -> None:
-        self._events += self._encodes.add(spec, self._clock())
+        self._events += self._items.encodes.add(spec, self._clock())
 
     def prepared(self, key: str, inputs: object, preprocess_s: float) -> None:
-        self._encodes.prepared(key, inputs, preprocess_s)
+        self._items.encodes.prepared(key, inputs, preprocess_s)
 
     def preparation_failed(self, key: str, message: str, reason: FailureReason) -> None:
-        self._events += self._encodes.fail(key, message, reason)
+        self._events += self._items.encodes.preparation_failed(key, message, reason)
 
     def announce(self, ticket: ECTicket) -> None:
-        self._ec.announce(ticket, self._clock())
+        self._items.announce(ticket, self._clock())
+
+    def waits_in_vain(self, request_id: str, key: str) -> bool:
+        """Whether the request lacks an item, and no ticket for it has come."""
+        return self._items.cannot_be_had(request_id, key)
 
     def fail_request(self, request_id: str, message: str, type: str, status: int, reason: FailureReason | None = None) -> None:
         """End a request with an error; nothing happens if it has ended."""
-        if request_id in self._requests:
-            self._drop(self._requests[request_id])
-            self._events.append(Failed(request_id, message, type, status, reason))
+        self._take([Failed(request_id, message, type, status, reason)])
 
     def abort(self, id: str) -> None:
         """A request or an encode whose caller has left. Idempotent; gives no event. An answer that it just missed is not needed, either."""
         if id in self._requests:
             self._drop(self._requests[id])
-        self._encodes.abort(id)
+        self._items.encodes.abort(id)
         self.release(id)
 
     def release(self, id: str) -> None:
         """The ticket of a request or an encode is not needed any more. Idempotent."""
-        self._ec.release(id)
+        self._events += self._items.encodes.release(id)
         self._reclaim(self._kv_connector.release(id))
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -116,12 +111,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         now = self._clock()
         self._expire(now)
-        loads = self._ec.plan_loads()
-        encodes = self._encodes.schedule(now)
+        plan = StepPlan(self._config.scheduler.max_num_batched_tokens, self._items.plan(now))
         self._start_kv_loads()
-        in_step = {each.key: each.pages for each in encodes.inputs}
-        in_step.update((key, load.pages) for key, load in loads.items() if self._ec.may_read_in_this_step(load))
-        plan = StepPlan(self._config.scheduler.max_num_batched_tokens, encodes, loads, in_step)
         self._schedule_running(plan, now)
         self._schedule_waiting(plan, now)
         self._yield_to_waiting(plan, now)
@@ -130,18 +121,29 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineEvent]:
         """Take in what the step gave; the events since the last call."""
         now = self._clock()
-        self._update_items(output, result, now)
+        self._take(self._items.update(output, result, self._requests, now))
         kv_output = result.kv_connector_output or NO_KV_OUTPUT
         self._update_kv_loads(kv_output, now)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or not request.is_known_to_runner:
+                continue  # it left during the step; one of its id may have come since
             if request_id in result.failed_requests:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
-            elif request_id not in result.stalled_requests and request_id in self._requests:
-                request = self._requests[request_id]
+            elif request_id not in result.stalled_requests:
                 self._advance(request, num_tokens)
                 if request_id in result.sampled:
                     self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)
         return self.take_events()
+
+    def _take(self, events: list[EngineEvent]) -> None:
+        """A `Failed` ends its request, unless that has ended; the others are news as they are."""
+        for event in events:
+            if isinstance(event, Failed):
+                if event.id not in self._requests:
+                    continue
+                self._drop(self._requests[event.id])
+            self._events.append(event)
 
     def take_events(self) -> list[EngineEvent]:
         events, self._events = self._events, []
@@ -159,26 +161,32 @@ class Scheduler:
 
     @property
     def num_queued_encodes(self) -> int:
-        return self._encodes.num_queued
+        return self._items.encodes.num_queued
 
     @property
     def num_leases(self) -> int:
-        return self._ec.num_leases + self._kv_connector.num_leases
+        return self._items.kept.num_leases + self._kv_connector.num_leases
+
+    @property
+    def num_leases_expired(self) -> int:
+        return self._items.kept.num_leases_expired + self._kv_connector.num_leases_expired
 
     @property
     def num_item_waits(self) -> int:
-        return self._ec.num_waits
+        return self._items.wanted.num_waits
+
+    @property
+    def num_item_waits_expired(self) -> int:
+        return self._items.num_waits_expired
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._ec.next_deadline(), self._kv_connector.next_deadline()]
+        deadlines = [self._items.next_deadline(), self._kv_connector.next_deadline()]
         deadlines += [request.kv_deadline for request in self._requests.values() if self._awaits_kv(request)]
         return min((each for each in deadlines if each is not None), default=None)
 
     def check_invariants(self) -> None:
         self.kv.check_invariants()
-        self.cache.check_invariants()
-        self._ec.check_invariants()
-        self._encodes.check_invariants()
+        self._items.check_invariants(self._requests)
         assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
         for request in self._requests.values():
             if request.status == RequestStatus.WAITING:
@@ -236,7 +244,7 @@ class Scheduler:
         if plan.windows:
             return
         for request in list(self._waiting):
-            if request.kv_ticket is not None or not all(self._has(item.key, plan) for item in request.pending_items()):
+            if request.kv_ticket is not None or not all(self._items.has(item, plan.items) for item in request.pending_items()):
                 continue
             num_tokens = self._window(request, plan, now)
             while self._running and num_tokens:
@@ -250,9 +258,11 @@ class Scheduler:
         num_tokens = min(len(request.token_ids) - start, plan.budget)
         for item in request.pending_items():
             first_row = request.next_row_of(item)
-            if first_row < start + num_tokens and not self._has(item.key, plan):
+            if first_row < start + num_tokens and not self._items.has(item, plan.items):
                 num_tokens = first_row - start
-                self._secure(request, item, FailureReason.EVICTED, now)
+                self._take(self._items.secure(request, item, FailureReason.EVICTED, now))
+        if request.status == RequestStatus.FINISHED:
+            return 0  # what is here under the item's key is of another size
         if num_tokens == 0:
             request.timeline.block(now)
         return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
@@ -268,9 +278,6 @@ class Scheduler:
                 fits = item.end - start <= plan.budget
                 return item.end - start if is_first or fits else 0
         return num_tokens
-
-    def _has(self, key: str, plan: StepPlan) -> bool:
-        return key in plan.in_step_pages or self.cache.is_resident(key)
 
     def _add_window(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> None:
         start = request.num_computed_tokens
@@ -307,41 +314,13 @@ class Scheduler:
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.WAITING)
         insort(self._waiting, request, key=lambda each: each.rank)
+        self._secure_all(request, FailureReason.EVICTED, self._clock())
+
+    def _secure_all(self, request: Request, reason: FailureReason, now: float) -> None:
         for item in request.needed_items().values():
-            self._secure(request, item, FailureReason.EVICTED, self._clock())
-
-    # --- items ------------------------------------------------------------------------------------------------------
-
-    def _secure(self, request: Request, item: MediaItem, reason: FailureReason, now: float) -> None:
-        """Pin an item that is here; else wait for it, and say so once."""
-        if self.cache.is_resident(item.key):
-            self.cache.pin(item.key, request.request_id, request.rank_of(item))
-        elif self._ec.want(item, request.request_id, request.rank_of(item), now):
-            self._events.append(ECNeeded(request.request_id, item.key, reason))
-
-    def _update_items(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> None:
-        ec_output = result.ec_connector_output or NO_EC_OUTPUT
-        for key, reason in self._ec.finish_loads(ec_output).items():
-            self._load_failed(key, reason)
-        events, resident = self._encodes.update(output.encodes, result, now)
-        self._events += events
-        for key in ec_output.finished_loads:
-            self._events += self._encodes.came_from_peer(key)
-        for key in [*ec_output.finished_loads, *resident]:
-            load_s = self._ec.seconds_since_announced(key, now)
-            for request_id, rank in self._ec.became_resident(key).items():
-                self.cache.pin(key, request_id, rank)
-                self._requests[request_id].timeline.ec_load_s = load_s
-                if key in ec_output.finished_loads:
-                    self._events.append(ECLoaded(request_id, key))
-
-    def _load_failed(self, key: str, reason: FailureReason) -> None:
-        for request_id in self._ec.fail(key):
-            if reason.is_retryable:
-                self._events.append(ECNeeded(request_id, key, reason))
-            else:
-                message = f"media item {key[:12]} does not fit this model ({reason})."
-                self.fail_request(request_id, message, "ec_unavailable", 503, reason)
+            self._take(self._items.secure(request, item, reason, now))
+            if request.status == RequestStatus.FINISHED:
+                return
 
     # --- KV from others ---------------------------------------------------------------------------------------------
 
@@ -389,12 +368,7 @@ class Scheduler:
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
         request.num_computed_tokens += num_tokens
-        still_needed = request.needed_items()
-        for key in {item.key for item in before}:
-            if key not in still_needed:
-                self.cache.unpin(key, request.request_id)
-            elif self.cache.is_resident(key):  # the same picture further on: its place in line is now that of the next use
-                self.cache.pin(key, request.request_id, request.rank_of(still_needed[key]))
+        self._items.give_up_computed(request, before)
 
     def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
@@ -433,9 +407,7 @@ class Scheduler:
         elif self._kv_connector.abandon_load(request.request_id, self.kv.block_ids(request.request_id)):
             self.kv.give_up(request.request_id)
         self.kv.free(request.request_id)
-        self._ec.leave(request.request_id)
-        for item in request.items:
-            self.cache.unpin(item.key, request.request_id)
+        self._items.give_up_all(request)
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]
@@ -446,14 +418,10 @@ class Scheduler:
             request.is_known_to_runner = False
 
     def _expire(self, now: float) -> None:
-        timeout_s = self._config.connector.ec_timeout_s
-        for request_id, key in self._ec.expired_waits(now):
-            message = f"media item {key[:12]} did not arrive within {timeout_s:g} s."
-            self.fail_request(request_id, message, "ec_unavailable", 503, FailureReason.TIMEOUT)
+        self._take(self._items.expire(now))
         for request in [each for each in self._requests.values() if self._awaits_kv(each) and each.kv_deadline <= now]:
             message = f"the KV blocks did not arrive within {self._config.connector.kv_timeout_s:g} s."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.TIMEOUT)
-        self._ec.expire_leases()
         self._reclaim(self._kv_connector.expire())
 
     # --- the runner's orders ----------------------------------------------------------------------------------------
@@ -477,11 +445,11 @@ class Scheduler:
             new_requests=tuple(new),
             cached_requests=tuple(cached),
             num_scheduled_tokens=plan.windows,
-            encodes=plan.encodes.inputs,
+            encodes=plan.items.encodes.inputs,
             item_pages=plan.item_pages,
             freed_pages=self.cache.take_freed_pages(),
             freed_block_ids=freed_block_ids,
             finished_request_ids=forgotten,
-            ec_connector_metadata=self._ec.metadata(plan.loads_with_need(), plan.encodes.saves, plan.encodes.republish),
+            ec_connector_metadata=self._items.ec.metadata(plan.loads_with_need(), plan.items.encodes),
             kv_connector_metadata=self._kv_connector.plan(),
         )

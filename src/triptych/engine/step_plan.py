@@ -2,20 +2,18 @@
 
 from dataclasses import dataclass, field
 
-from triptych.engine.encode_scheduler import PlannedEncodes
+from triptych.engine.item_supply import PlannedItems
 from triptych.output import ECLoad
 
 
 @dataclass(slots=True)
 class StepPlan:
     budget: int
-    encodes: PlannedEncodes
-    loads: dict[str, ECLoad]
-    in_step_pages: dict[str, tuple[int, ...]]  # items that this step brings, and that its windows may read
+    items: PlannedItems
     windows: dict[str, int] = field(default_factory=dict[str, int])  # request id -> tokens
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     item_pages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def loads_with_need(self) -> list[ECLoad]:
         """The loads, each with whether a window reads it."""
-        return [ECLoad(load.ticket, load.pages, key in self.item_pages) for key, load in self.loads.items()]
+        return [ECLoad(load.ticket, load.pages, key in self.item_pages) for key, load in self.items.loads.items()]

@@ -13,6 +13,7 @@ class LeaseTable:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._deadlines: dict[str, float] = {}  # looked through in each step: 0.1 ms for a thousand
+        self.num_expired = 0  # since the start: nobody released them
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -31,6 +32,7 @@ class LeaseTable:
         ended = sorted((deadline, id) for id, deadline in self._deadlines.items() if deadline <= now)
         for _, id in ended:
             del self._deadlines[id]
+        self.num_expired += len(ended)
         return [id for _, id in ended]
 
     def next_deadline(self) -> float | None:

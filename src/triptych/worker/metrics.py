@@ -1,12 +1,13 @@
 """A worker's Prometheus text: the engine's gauges and counters, read when they are asked for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-Read = Callable[[], dict[str, float]]
+Count = float | Mapping[str, float]  # a mapping counts by reason
+Read = Callable[[], Mapping[str, Count]]
 
 
 class EngineCollector(Collector):
@@ -17,9 +18,15 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for read, kind in ((self._gauges, GaugeMetricFamily), (self._counters, CounterMetricFamily)):
-            for name, value in read().items():
-                family = kind(f"triptych_worker_{name}", name.replace("_", " "), labels=["role"])
-                family.add_metric([self._role], value)
+            for name, count in read().items():
+                name, text = f"triptych_worker_{name}", name.replace("_", " ")
+                if isinstance(count, Mapping):
+                    family = kind(name, text, labels=["role", "reason"])
+                    for reason, value in count.items():
+                        family.add_metric([self._role, reason], value)
+                else:
+                    family = kind(name, text, labels=["role"])
+                    family.add_metric([self._role], count)
                 yield family
 
 

@@ -35,6 +35,7 @@ from triptych.transfer.planes import make_data_plane
 from triptych.worker.engine_thread import EngineThread
 from triptych.worker.event_streams import EventStreams, StreamEvent
 from triptych.worker.media_preparation import MediaPreparation, PreparationFailed, Prepared
+from triptych.worker.metrics import Count
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Worker:
         ticket, failure = delivery.ticket, delivery.failure
         if failure is not None:
             message = delivery.message or f"media item {delivery.key[:12]} could not be had ({failure})."
-            self._thread.submit(lambda core: core.item_failed(delivery.request_id, message, failure))
+            self._thread.submit(lambda core: core.item_failed(delivery.request_id, delivery.key, message, failure))
         elif ticket is not None:
             if not self.config.is_ec_consumer:
                 raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
@@ -192,11 +193,16 @@ class Worker:
             "streams": len(self._streams),
         }
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, Count]:
         """What has been done since the start, for /metrics, by name."""
         scheduler = self._core.scheduler
-        evicted, preempted = scheduler.cache.num_evicted, scheduler.num_preempted
-        return {**asdict(self._core.counters), "encoder_cache_evictions": evicted, "preemptions": preempted}
+        return {
+            **asdict(self._core.counters),
+            "encoder_cache_evictions": scheduler.cache.num_evicted,
+            "preemptions": scheduler.num_preempted,
+            "item_waits_expired": scheduler.num_item_waits_expired,
+            "leases_expired": scheduler.num_leases_expired,
+        }
 
     # --- called from other threads ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ def spec_of(encode_id: str, key: str = CAT, num_rows: int = 8, will_stay: bool =
 
 def make_queue(num_pages: int = 8, max_rows: int = 16) -> tuple[EncodeQueue, EncoderCacheManager]:
     cache = EncoderCacheManager(num_pages, 4)
-    return EncodeQueue(cache, max_rows), cache
+    return EncodeQueue(cache, max_rows, 10.0), cache
 
 
 def everybody_last(_: str) -> Rank:
@@ -70,10 +70,10 @@ def test_the_last_caller_takes_the_job_away_and_its_inputs_are_ignored():
     queue, _ = make_queue()
     queue.submit(spec_of("a"), 0.0)
     queue.submit(spec_of("b"), 0.0)
-    queue.abort("a")
+    queue.leave("a")
     assert len(queue) == 1
-    queue.abort("b")
-    queue.abort("b")
+    queue.leave("b")
+    queue.leave("b")
     assert len(queue) == 0
     queue.prepared(CAT, "inputs", 0.1)
     assert queue.schedule(1.0, everybody_last) == []
@@ -90,9 +90,11 @@ def test_inputs_that_come_twice_are_taken_once():
 def test_a_ticket_is_needed_if_one_of_the_callers_needs_it():
     queue, _ = make_queue()
     queue.submit(spec_of("stays", will_stay=True), 0.0)
-    assert not queue.needs_ticket(CAT)
+    job = queue.get(CAT)
+    assert job is not None
+    assert not job.needs_ticket
     queue.submit(spec_of("goes"), 0.0)
-    assert queue.needs_ticket(CAT)
+    assert job.needs_ticket
 
 
 def test_an_item_that_a_load_is_bringing_is_not_encoded_unless_the_load_fails():

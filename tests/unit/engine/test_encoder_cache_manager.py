@@ -118,7 +118,7 @@ def test_no_page_is_lost_or_shared_in_any_order_of_calls():
         match rng.randrange(6):
             case 0 | 1:
                 cache.allocate(str(number), rng.randrange(1, 20), rng.choice((LAST, (0, rng.randrange(9)))))
-            case 2 if key:
+            case 2 if key and not cache.is_resident(key):
                 cache.mark_resident(key)
             case 3 if key and cache.is_resident(key):
                 cache.pin(key, str(rng.randrange(3)), (0, rng.randrange(9)))

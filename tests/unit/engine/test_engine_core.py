@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine_rig import TurnedClock, assert_nothing_is_held, item_of, make_engine, wanted
+from engine_rig import TurnedClock, assert_nothing_is_held, item_of, key_of, make_engine, wanted
 
 from triptych.engine.arithmetic_runner import ArithmeticRunner, Fabric
 from triptych.engine.core import EngineCore
@@ -122,9 +122,9 @@ def test_bad_media_is_the_clients_mistake_and_any_other_missing_item_is_not():
     engine = make_engine("PD")
     for name in ("bad", "lost"):
         engine.add(name, PROMPT, (item_of("cat", 5, 6),))
-    engine.core.item_failed("bad", "not a picture", FailureReason.BAD_MEDIA)
-    engine.core.item_failed("lost", "nobody has it", FailureReason.PEER_LOST)
-    engine.core.item_failed("unknown", "nobody knows it", FailureReason.PEER_LOST)
+    engine.core.item_failed("bad", key_of("cat"), "not a picture", FailureReason.BAD_MEDIA)
+    engine.core.item_failed("lost", key_of("cat"), "nobody has it", FailureReason.PEER_LOST)
+    engine.core.item_failed("unknown", key_of("cat"), "nobody knows it", FailureReason.PEER_LOST)
     engine.run()
     ends = {name: end for name, end in engine.ends.items() if isinstance(end, Failed)}
     assert {name: (end.status, end.type) for name, end in ends.items()} == {

@@ -187,7 +187,8 @@ class MixedHistory:
                     if event.id in self.encodes:
                         self.encodes.remove(event.id)
                     if isinstance(event, EncodeFailed):
-                        assert event.reason == FailureReason.INTERNAL
+                        # not prepared; released before it was answered; queued for too long
+                        assert event.reason in (FailureReason.INTERNAL, FailureReason.MISSING, FailureReason.TIMEOUT)
                         self._encode_again(engine, event.key)
                 case Finished() if event.id in self.asked:
                     asked = self.asked.pop(event.id)

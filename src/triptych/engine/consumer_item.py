@@ -1,0 +1,241 @@
+"""`ConsumerItems`: the media items that requests of this worker wait for, each from the first want until it is here.
+
+              wanted            announced (ticket)     pages reserved            rows here
+    absent ----------> REQUESTED ---------> ARRIVED ---------> LOADING ---------------> absent: the encoder cache has it,
+       |                   ^                 ^   ^                |                     RESIDENT, then EVICTABLE
+       |    announced      |                 |   |                | load failed
+       +-------------------|-----------------+   |                v
+                           +---------------------+-------- FAILED(reason) ------------> absent, and who waits for it ends
+                 asks again, or goes on with a ticket that came meanwhile
+
+An item that is not in the table is absent. RESIDENT and EVICTABLE are the encoder cache's to know (`EntryState`): what has come, be it by a
+load or from this worker's own tower, is forgotten here. While the tower is at an item, those who wait for it are here as well, and a ticket
+that comes meanwhile is kept: the tower may fail.
+
+Each wait has its own deadline, at which the request ends. A waiter that leaves takes an item with it that nobody else waits for, unless a load
+still writes pages for it. A ticket that comes before anybody waits for its item (messages overtake one another) is kept for as long as
+a wait lasts.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from triptych.engine.encoder_cache_manager import LAST, Rank
+from triptych.errors import FailureReason
+from triptych.media.item import MediaItem
+from triptych.output import ECTicket
+
+
+class ItemState(Enum):
+    REQUESTED = auto()  # somebody waits; there is no ticket
+    ARRIVED = auto()  # there is a ticket; there may be nobody who waits yet
+    LOADING = (
+        auto()
+    )  # there is a ticket, and the encoder cache has pages FILLING, which are not given up before the load has ended
+    FAILED = auto()  # there is a reason; settled before the step's update ends
+
+
+LEGAL_ITEM_CHANGES = {
+    ItemState.REQUESTED: {ItemState.ARRIVED},
+    ItemState.ARRIVED: {ItemState.LOADING},
+    ItemState.LOADING: {ItemState.FAILED},
+    ItemState.FAILED: {ItemState.REQUESTED, ItemState.ARRIVED},
+}
+
+
+class AfterFailure(Enum):
+    ASK_AGAIN = auto()  # produced again, it may do: those who wait ask for it, under their old deadlines
+    END_REQUEST = auto()  # it would be the same again
+
+
+AFTER_FAILURE = {
+    FailureReason.MISSING: AfterFailure.ASK_AGAIN,
+    FailureReason.EVICTED: AfterFailure.ASK_AGAIN,
+    FailureReason.STALE: AfterFailure.ASK_AGAIN,
+    FailureReason.PEER_LOST: AfterFailure.ASK_AGAIN,
+    FailureReason.TIMEOUT: AfterFailure.ASK_AGAIN,  # of a read; a wait that times out ends its request
+    FailureReason.CORRUPT: AfterFailure.ASK_AGAIN,
+    FailureReason.INTERNAL: AfterFailure.ASK_AGAIN,
+    FailureReason.MISMATCH: AfterFailure.END_REQUEST,
+    FailureReason.BAD_MEDIA: AfterFailure.END_REQUEST,
+}
+
+MAX_UNWANTED = 1024  # announcements kept for requests that have not come yet
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    rank: Rank
+    num_rows: int  # what the request's placeholders expect
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFailure:
+    """What comes of a load that failed, for those who wait: nobody, if a later ticket is tried instead."""
+
+    key: str
+    reason: FailureReason
+    request_ids: tuple[str, ...]
+
+    @property
+    def after(self) -> AfterFailure:
+        return AFTER_FAILURE[self.reason]
+
+
+@dataclass(slots=True)
+class ConsumerItem:
+    key: str
+    state: ItemState = ItemState.REQUESTED
+    ticket: ECTicket | None = None
+    later_ticket: ECTicket | None = None  # came after `ticket`, and is tried if that fails
+    announced_at: float = 0.0
+    keep_until: float = 0.0  # how long a ticket waits for its first waiter
+    reason: FailureReason | None = None
+    waiters: dict[str, Waiter] = field(default_factory=dict[str, Waiter])  # by request id
+
+    @property
+    def rank(self) -> Rank:
+        """Of the first in line who waits; LAST if nobody does."""
+        return min((waiter.rank for waiter in self.waiters.values()), default=LAST)
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self.state == ItemState.ARRIVED and not self.waiters
+
+    def change_state(self, state: ItemState) -> None:
+        assert state in LEGAL_ITEM_CHANGES[self.state], f"item {self.key[:12]}: {self.state} -> {state}"
+        self.state = state
+
+    def take_ticket(self, ticket: ECTicket) -> None:
+        """A ticket of another size than the one at hand is ignored, as is one that is told again."""
+        if self.ticket is None:
+            self.ticket = ticket
+            self.change_state(ItemState.ARRIVED)
+        elif ticket != self.ticket and ticket.num_rows == self.ticket.num_rows:
+            self.later_ticket = ticket
+
+    def check_invariants(self) -> None:
+        assert self.waiters or self.state != ItemState.REQUESTED, "an item is requested for nobody"
+        assert (self.ticket is None) == (self.state == ItemState.REQUESTED), "a ticket without arrival, or the reverse"
+        assert (self.reason is not None) == (self.state == ItemState.FAILED), "a reason without failure, or the reverse"
+        assert self.later_ticket is None or self.ticket is not None, "a later ticket without an earlier one"
+
+
+class ConsumerItems:
+    """Deadlines are instants of the engine's monotonic clock, which comes in as `now`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._items: dict[str, ConsumerItem] = {}
+
+    @property
+    def num_waits(self) -> int:
+        return sum(len(item.waiters) for item in list(self._items.values()))  # a copy: /metrics asks from another thread
+
+    def get(self, key: str) -> ConsumerItem | None:
+        return self._items.get(key)
+
+    def keys(self, state: ItemState) -> set[str]:
+        return {key for key, item in self._items.items() if item.state == state}
+
+    def rank_of(self, key: str) -> Rank:
+        item = self._items.get(key)
+        return item.rank if item is not None else LAST
+
+    def want(self, media: MediaItem, request_id: str, rank: Rank, now: float) -> bool:
+        """Wait for an item that is not here; who waits already goes on under the old deadline.
+
+        True if the request must ask for it: this is its first want, and no ticket is here.
+        """
+        item = self._items.get(media.key)
+        if item is None or (item.is_unwanted and item.keep_until <= now):
+            item = self._items[media.key] = ConsumerItem(media.key)
+        is_new = request_id not in item.waiters
+        if is_new:
+            item.waiters[request_id] = Waiter(rank, media.num_rows, now + self._timeout_s)
+        return is_new and item.ticket is None
+
+    def leave(self, request_id: str) -> None:
+        for item in list(self._items.values()):
+            if item.waiters.pop(request_id, None) is None or item.waiters:
+                continue
+            if item.state in (ItemState.REQUESTED, ItemState.ARRIVED):
+                del self._items[item.key]
+
+    def announce(self, ticket: ECTicket, now: float) -> None:
+        """A ticket for an item that is not resident. As long as nobody waits for it, the latest counts."""
+        item = self._items.get(ticket.key)
+        if item is None or item.is_unwanted:
+            self._items.pop(ticket.key, None)
+            self._make_room_for_unwanted()
+            item = self._items[ticket.key] = ConsumerItem(ticket.key)
+        if item.ticket is None:
+            item.announced_at = now
+        item.keep_until = now + self._timeout_s
+        item.take_ticket(ticket)
+
+    def misfits(self) -> list[tuple[str, str]]:
+        """(request id, key) of the waits for an item whose ticket promises another number of rows than the request expects."""
+        tickets = [(item, item.ticket.num_rows) for item in self._items.values() if item.ticket is not None and item.waiters]
+        waits = [(name, item.key, each.num_rows, rows) for item, rows in tickets for name, each in item.waiters.items()]
+        return [(request_id, key) for request_id, key, expected, promised in waits if expected != promised]
+
+    def arrived(self) -> list[ConsumerItem]:
+        """What can be loaded, first in line first."""
+        ready = [item for item in self._items.values() if item.state == ItemState.ARRIVED and item.waiters]
+        return sorted(ready, key=lambda item: item.rank)
+
+    def start_loading(self, key: str) -> None:
+        self._items[key].change_state(ItemState.LOADING)
+
+    def finish(self, key: str) -> ConsumerItem | None:
+        """The item is resident: forget it. With whoever waited for it; None if it was not in the table."""
+        item = self._items.pop(key, None)
+        assert item is None or item.state != ItemState.FAILED, "an item that failed is resident"
+        return item
+
+    def fail(self, key: str, reason: FailureReason) -> None:
+        """The load has ended, and its pages are given up. To be settled in the same step."""
+        item = self._items[key]
+        item.change_state(ItemState.FAILED)
+        item.reason = reason
+
+    def settle(self, key: str) -> ItemFailure:
+        """Decide by the reason what comes of an item that failed, and of those who wait for it."""
+        item = self._items[key]
+        assert item.reason is not None, "an item is settled that did not fail"
+        failure = ItemFailure(key, item.reason, tuple(item.waiters))
+        item.reason = None
+        later, item.ticket, item.later_ticket = item.later_ticket, None, None
+        if failure.after == AfterFailure.END_REQUEST:
+            del self._items[key]
+        elif later is not None:
+            item.ticket = later
+            item.change_state(ItemState.ARRIVED)
+            return ItemFailure(key, failure.reason, ())
+        elif item.waiters:
+            item.change_state(ItemState.REQUESTED)
+        else:
+            del self._items[key]
+        return failure
+
+    def expire(self, now: float) -> list[tuple[str, str]]:
+        """(request id, key) of the waits that are over: the caller has these requests leave. Drops what nobody came for."""
+        for item in [each for each in self._items.values() if each.is_unwanted and each.keep_until <= now]:
+            del self._items[item.key]
+        waits = [(request_id, item.key, each) for item in self._items.values() for request_id, each in item.waiters.items()]
+        return [(request_id, key) for request_id, key, waiter in waits if waiter.deadline <= now]
+
+    def next_deadline(self) -> float | None:
+        """Of the waits. Announcements that nobody came for are dropped whenever a step is made, and are few: they wake nobody."""
+        return min((waiter.deadline for item in self._items.values() for waiter in item.waiters.values()), default=None)
+
+    def _make_room_for_unwanted(self) -> None:
+        unwanted = [item.key for item in self._items.values() if item.is_unwanted]
+        for key in unwanted[: len(unwanted) - MAX_UNWANTED + 1]:
+            del self._items[key]
+
+    def check_invariants(self) -> None:
+        for item in self._items.values():
+            item.check_invariants()
