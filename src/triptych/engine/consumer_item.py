@@ -233,7 +233,7 @@ class ConsumerItems:
 
     def _make_room_for_unwanted(self) -> None:
         unwanted = [item.key for item in self._items.values() if item.is_unwanted]
-        for key in unwanted[: len(unwanted) - MAX_UNWANTED + 1]:
+        for key in unwanted[: max(0, len(unwanted) + 1 - MAX_UNWANTED)]:
             del self._items[key]
 
     def check_invariants(self) -> None:

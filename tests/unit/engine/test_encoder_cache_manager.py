@@ -1,8 +1,13 @@
 """Which item may take whose pages, and that no page is ever lost or owned twice."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from random import Random
 
-from triptych.engine.encoder_cache_manager import LAST, EncoderCacheManager
+import pytest
+from every_sequence import follow_every_sequence
+
+from triptych.engine.encoder_cache_manager import LAST, LEASE, EncoderCacheManager, EntryState, Rank
 
 
 def filled(num_pages: int, *keys: str) -> EncoderCacheManager:
@@ -98,6 +103,35 @@ def test_to_unpin_what_is_not_pinned_or_not_there_does_nothing():
     assert cache.num_pinned == 0
 
 
+def test_an_entry_is_resident_while_it_is_pinned_and_evictable_before_and_after():
+    cache = EncoderCacheManager(1, 4)
+    cache.allocate("a", 4, LAST)
+    assert cache.state("a") == EntryState.FILLING
+    cache.mark_resident("a")
+    assert cache.state("a") == EntryState.EVICTABLE
+    cache.pin("a", "r", (0, 0))
+    assert cache.state("a") == EntryState.RESIDENT
+    cache.unpin("a", "r")
+    assert cache.state("a") == EntryState.EVICTABLE
+    cache.discard("a")
+    assert cache.state("a") is None
+
+
+def test_what_an_entrys_state_does_not_allow_raises():
+    cache = EncoderCacheManager(2, 4)
+    cache.allocate("a", 4, LAST)
+    with pytest.raises(AssertionError):
+        cache.pin("a", "r", (0, 0))  # it fills
+    with pytest.raises(AssertionError):
+        cache.allocate("a", 4, LAST)
+    cache.mark_resident("a")
+    with pytest.raises(AssertionError):
+        cache.mark_resident("a")
+    for call in (cache.mark_resident, cache.discard, cache.touch, cache.pages):
+        with pytest.raises(KeyError):
+            call("never allocated")
+
+
 def test_pins_can_be_counted_while_another_thread_takes_an_entry_away():
     class Pins(dict[str, tuple[int, ...]]):
         def __bool__(self) -> bool:  # stands for the engine thread, in the middle of the count
@@ -129,3 +163,83 @@ def test_no_page_is_lost_or_shared_in_any_order_of_calls():
             case _:
                 pass
         cache.check_invariants()
+
+
+# --- every sequence of calls, beside a model that knows only who holds what
+
+
+@dataclass
+class Pages:
+    """A cache of three pages; `held`: key -> (pages, is filled, holder -> rank)."""
+
+    cache: EncoderCacheManager = field(default_factory=lambda: EncoderCacheManager(3, 4))
+    held: dict[str, tuple[int, bool, dict[str, Rank]]] = field(default_factory=dict[str, tuple[int, bool, dict[str, Rank]]])
+
+    def allocate(self, key: str, num_pages: int, rank: Rank) -> None:
+        if key in self.held:
+            return
+        free = 3 - sum(pages for pages, _, _ in self.held.values())
+        yields = {
+            name: pages
+            for name, (pages, is_filled, pins) in self.held.items()
+            if is_filled and all(other > rank for other in pins.values())
+        }
+        freed_before = self.cache.num_free_pages
+        assert freed_before == free
+        pages = self.cache.allocate(key, num_pages * 4, rank)
+        assert (pages is not None) == (free + sum(yields.values()) >= num_pages), "room was not found, or taken from who keeps it"
+        gone = {name for name in self.held if not self.cache.is_known(name)}
+        assert gone <= set(yields)
+        assert pages is not None or not gone, "something made room in vain"
+        pinned = {name for name in yields if self.held[name][2]}
+        assert not gone & pinned or set(yields) - pinned <= gone, "a pin yields while something is evictable"
+        for name in gone:
+            del self.held[name]
+        if pages is not None:
+            self.held[key] = (num_pages, False, {})
+
+    def fill(self, key: str) -> None:
+        if key in self.held and not self.held[key][1]:
+            self.cache.mark_resident(key)
+            self.held[key] = (self.held[key][0], True, {})
+
+    def give_up(self, key: str) -> None:
+        if key in self.held and not self.held[key][1]:
+            self.cache.discard(key)
+            del self.held[key]
+
+    def pin(self, key: str, holder: str, rank: Rank) -> None:
+        if key in self.held and self.held[key][1]:
+            self.cache.pin(key, holder, rank)
+            self.held[key][2][holder] = rank
+
+    def unpin(self, key: str, holder: str) -> None:
+        self.cache.unpin(key, holder)
+        if key in self.held:
+            self.held[key][2].pop(holder, None)
+
+    def check(self) -> None:
+        self.cache.check_invariants()
+        for key in "XYZ":
+            _, is_filled, pins = self.held.get(key, (0, False, {}))
+            resident = EntryState.RESIDENT if pins else EntryState.EVICTABLE
+            filling = EntryState.FILLING if key in self.held else None
+            assert self.cache.state(key) == (resident if is_filled else filling)
+
+
+def test_every_sequence_of_calls_takes_pages_only_from_who_yields():
+    events: dict[str, Callable[[Pages], None]] = {
+        "X for the second in line": lambda m: m.allocate("X", 1, (0, 2)),
+        "Y for the first in line": lambda m: m.allocate("Y", 2, (0, 1)),
+        "Z for nobody": lambda m: m.allocate("Z", 1, LAST),
+        "X is here": lambda m: m.fill("X"),
+        "Y is here": lambda m: m.fill("Y"),
+        "Z is here": lambda m: m.fill("Z"),
+        "X failed": lambda m: m.give_up("X"),
+        "the second pins X": lambda m: m.pin("X", "second", (0, 2)),
+        "the third pins Z": lambda m: m.pin("Z", "third", (0, 3)),
+        "peers keep Z": lambda m: m.pin("Z", "peers", LEASE),
+        "the second lets go of X": lambda m: m.unpin("X", "second"),
+        "peers let go of Z": lambda m: m.unpin("Z", "peers"),
+    }
+    assert follow_every_sequence(Pages(), events, depth=10) > 10_000
