@@ -44,10 +44,7 @@ class FileTransfer(ECTransfer):
     def publish(self, key: str, pages: Sequence[int], num_rows: int, lease_s: float) -> Ticket:
         """Returns when the file is complete."""
         shape = self._shape_of(num_rows)
-        # [len(pages), page_nbytes]: the rows, and nothing of interest after them
-        rows = np.empty((len(pages), self._arena.page_nbytes), np.uint8)
-        copy_pages(self._arena.pages, pages, rows, range(len(pages)), shape.nbytes)
-        checksum = self._files.put(key, shape, rows.reshape(-1)[: shape.nbytes])
+        checksum = self._files.put(key, shape, self._arena.pages[list(pages)].reshape(-1)[: shape.nbytes])
         return Ticket(
             producer=self._worker_id,
             arena=EC_ARENA,
