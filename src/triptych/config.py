@@ -132,6 +132,10 @@ class ModelConfig:
     def dtype_nbytes(self) -> int:
         return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
 
+    @property
+    def row_nbytes(self) -> int:
+        return self.row_width * self.dtype_nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -163,7 +167,10 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     data_plane: str = "shm"  # shm (same host) or file (a shared directory)
-    path: Path | None = None  # the directory of the file data plane
+    data_plane_path: Path | None = None  # the directory of the file data plane
+    ec_connector: str = "data-plane"  # how embeddings move: over the data plane, file (a directory), or what a package adds
+    ec_path: Path | None = None  # the directory of the file EC connector
+    ec_path_nbytes: int = 4096 * 1024**2  # what that directory may hold before the items used least recently go
     ec_timeout_s: float = 60.0  # how long a request waits for one media item
     kv_timeout_s: float = 60.0  # how long a request waits for its KV blocks
     # How long a producer keeps what it has published without hearing of it. An item whose lease lapsed is cheap to publish again, and a
@@ -173,11 +180,15 @@ class ConnectorConfig:
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, "ec_timeout_s", "kv_timeout_s", "ec_lease_s", "kv_lease_s")
+        _check_positive(self, "ec_timeout_s", "kv_timeout_s", "ec_lease_s", "kv_lease_s", "ec_path_nbytes")
         if self.data_plane not in DATA_PLANES:
             raise ConfigError(f"data_plane is '{self.data_plane}', which does not exist; {suggest(self.data_plane, DATA_PLANES)}")
-        if self.data_plane == "file" and self.path is None:
-            raise ConfigError("the file data plane needs a directory; set --ec-path DIR.")
+        if self.data_plane == "file" and self.data_plane_path is None:
+            raise ConfigError("the file data plane needs a directory; set --data-plane-path DIR.")
+        if self.ec_connector == "file" and self.ec_path is None:
+            raise ConfigError("the file EC connector needs a directory; set --ec-path DIR.")
+        if self.ec_connector == "data-plane" and self.ec_path is not None:
+            raise ConfigError("--ec-path is set, but embeddings move over the data plane; set --ec-connector file as well.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +250,7 @@ class EngineConfig:
     connector: ConnectorConfig = ConnectorConfig()
     device: DeviceConfig = DeviceConfig()
     media: MediaConfig = MediaConfig()
+    cluster_secret: str = ""
 
     def __post_init__(self) -> None:
         if self.is_alone and str(self.role) not in ("EPD", "PD"):
@@ -296,7 +308,7 @@ class EngineConfig:
 
     @property
     def encoder_page_nbytes(self) -> int:
-        return self.cache.rows_per_page * self.model.row_width * self.model.dtype_nbytes
+        return self.cache.rows_per_page * self.model.row_nbytes
 
     @property
     def num_encoder_pages(self) -> int:

@@ -9,12 +9,14 @@ Torch-free: prepared tower inputs travel as `object`.
 """
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
 from triptych.sampling_params import SamplingParams
+from triptych.transfer.seal import is_sealed, seal_of
 from triptych.transfer.ticket import Ticket
 
 # --- what travels between processes -------------------------------------------------------------------------------
@@ -27,7 +29,9 @@ class ECTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_rows: int
     row_width: int
     dtype: str
-    data: Ticket
+    data: Ticket  # its subject is the key
+    model: str = ""  # digest of the weights that made the rows
+    seal: str = ""  # see `sealed`
 
 
 class KVTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +42,25 @@ class KVTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     block_nbytes: int
     dtype: str
-    data: Ticket
+    data: Ticket  # its subject is the request's id
+    seal: str = ""  # see `sealed`
+
+
+TicketT = TypeVar("TicketT", ECTicket, KVTicket)
+
+
+def sealed(ticket: TicketT, cluster_secret: str) -> TicketT:
+    """The ticket as its producer gives it out: nobody without the cluster's secret can make one, or change a field of it."""
+    return msgspec.structs.replace(ticket, seal=seal_of(cluster_secret, *_sealed_fields(ticket)))
+
+
+def is_genuine(ticket: ECTicket | KVTicket, cluster_secret: str) -> bool:
+    """Whether a member of the cluster has made the ticket just as it is."""
+    return is_sealed(ticket.seal, cluster_secret, *_sealed_fields(ticket))
+
+
+def _sealed_fields(ticket: ECTicket | KVTicket) -> tuple[bytes, bytes]:
+    return type(ticket).__name__.encode(), msgspec.json.encode(msgspec.structs.replace(ticket, seal=""), order="deterministic")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -209,6 +209,7 @@ def test_an_unknown_key_that_is_near_to_nothing_is_refused_with_all_known_ones()
         (SchedulerConfig, "max_num_seqs"),
         (ConnectorConfig, "ec_lease_s"),
         (ConnectorConfig, "kv_lease_s"),
+        (ConnectorConfig, "ec_path_nbytes"),
         (MediaConfig, "max_image_pixels"),
         (CacheConfig, "num_kv_blocks"),
         (DeviceConfig, "num_threads"),
@@ -228,8 +229,16 @@ def test_an_unknown_data_plane_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_the_file_plane_needs_a_directory() -> None:
-    with pytest.raises(ConfigError, match="--ec-path"):
+    with pytest.raises(ConfigError, match="--data-plane-path"):
         ConnectorConfig(data_plane="file")
+
+
+def test_the_file_connector_needs_a_directory_and_the_data_plane_has_no_use_for_it() -> None:
+    with pytest.raises(ConfigError, match="set --ec-path DIR"):
+        ConnectorConfig(ec_connector="file")
+    with pytest.raises(ConfigError, match="set --ec-connector file"):
+        ConnectorConfig(ec_path=Path("/items"))
+    assert ConnectorConfig(ec_connector="somebody's", ec_path=Path("/items")).ec_path == Path("/items")
 
 
 def test_a_role_answers_for_its_stages() -> None:

@@ -1,5 +1,7 @@
 """What a worker refuses before it becomes state: requests and encodes that could never be served here."""
 
+import math
+import re
 from itertools import pairwise
 
 from triptych.config import EngineConfig, Stage
@@ -7,6 +9,11 @@ from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.request import RequestSpec
 from triptych.errors import ContextOverflowError, RequestError
 from triptych.media.item import MediaItem
+from triptych.output import ECTicket, KVTicket, is_genuine
+from triptych.transfer.ticket import Ticket
+
+KEY = re.compile(r"[0-9a-f]{64}")
+MAX_NAMES_LENGTH = 8192  # of all that a ticket calls by name, in characters
 
 
 def check_request(spec: RequestSpec, config: EngineConfig) -> None:
@@ -66,6 +73,40 @@ def check_role(spec: RequestSpec, config: EngineConfig) -> None:
         raise RequestError(f"this worker's role is {config.role}: it cannot hand a request over to another worker.")
     if not spec.hands_over and Stage.DECODE not in config.role:
         raise RequestError(f"this worker's role is {config.role}: it cannot decode; set kv_transfer_params.do_remote_decode.")
+
+
+def check_ec_ticket(ticket: ECTicket, config: EngineConfig) -> None:
+    """Raise `RequestError` for a ticket that no member of the cluster has made, just as it is: it must not become an item's state."""
+    if not KEY.fullmatch(ticket.key):
+        raise RequestError("the key of an EC ticket is not 64 hex digits.")
+    what = f"the EC ticket for item {ticket.key[:12]}"
+    _check_rows(ticket.num_rows, config)
+    _check_extent(what, ticket.data, (ticket.model, ticket.dtype), config.num_encoder_pages)
+    _check_seal(what, ticket, config)
+
+
+def check_kv_ticket(ticket: KVTicket, config: EngineConfig) -> None:
+    """The same for KV; whether it suits the request is `check_request`'s business."""
+    _check_extent("the KV ticket", ticket.data, (ticket.request_id, ticket.dtype), config.num_kv_blocks)
+    _check_seal("the KV ticket", ticket, config)
+
+
+def _check_extent(what: str, data: Ticket, names: tuple[str, ...], max_pages: int) -> None:
+    num_pages = max(len(data.pages), len(data.generations))
+    if num_pages > max_pages:
+        raise RequestError(f"{what} names {num_pages} pages, and this worker's cache has {max_pages}.")
+    if not 0 <= data.lease_s < math.inf:
+        raise RequestError(f"{what} has a lease of {data.lease_s} s; it must be 0 or more.")
+    names = (*names, data.producer, data.arena, data.checksum, data.subject, *data.planes, *data.planes.values())
+    if sum(map(len, names)) > MAX_NAMES_LENGTH:
+        raise RequestError(f"the names in {what} are longer than {MAX_NAMES_LENGTH} characters in all.")
+
+
+def _check_seal(what: str, ticket: ECTicket | KVTicket, config: EngineConfig) -> None:
+    if not is_genuine(ticket, config.cluster_secret):
+        raise RequestError(
+            f"{what} has not the seal of this cluster: it was changed, or made by a worker that has another cluster secret."
+        )
 
 
 def _check_places(items: tuple[MediaItem, ...]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.config import CacheConfig, ConnectorConfig, DeviceConfig, MediaConfig, SchedulerConfig, from_mapping
+from triptych.runner.ec_registry import find_ec_connector
 
 MIB = 1024**2
 
@@ -67,7 +68,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("scheduler", "max_encoder_rows", int, "Rows that the tower may produce in one step."),
     _setting("scheduler", "max_num_waiting", int, "Requests that may wait in one worker before new ones are refused."),
     _setting("connector", "data_plane", str, "How embeddings and KV blocks move: shm (same host) or file."),
-    _setting("connector", "path", Path | None, "Directory of the file data plane.", flag="--ec-path"),
+    _setting("connector", "data_plane_path", Path | None, "Directory of the file data plane."),
+    _setting("connector", "ec_connector", str, "How embeddings move: data-plane, file, or one that an installed package adds."),
+    _setting("connector", "ec_path", Path | None, "Directory of the file EC connector, the same for all workers."),
+    _mib("connector", "ec_path_nbytes", "--ec-path-mib", "What that directory may hold, in MiB; items used least recently go first."),
     _setting("connector", "ec_timeout_s", float, "Seconds that a request waits for one media item."),
     _setting("connector", "kv_timeout_s", float, "Seconds that a request waits for its KV blocks."),
     _setting("connector", "ec_lease_s", float, "Seconds that an encode worker keeps an item for a prefill worker that has not read it."),
@@ -88,11 +92,13 @@ SETTINGS: tuple[Setting, ...] = (
 def sections_from(values: Mapping[str, Any]) -> dict[str, Any]:
     """The five sections of `EngineConfig` from values keyed by the settings' names; None leaves a field's default.
 
-    Raises `ConfigError` for a value that a section refuses.
+    Raises `ConfigError` for a value that a section refuses, and for an EC connector that does not exist.
     """
     chosen: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for setting in SETTINGS:
         value = values.get(setting.name)
         if value is not None:
             chosen[setting.section][setting.field] = setting.to_field(value)
-    return {section: from_mapping(cls, chosen[section], section) for section, (cls, _) in SECTIONS.items()}
+    sections = {section: from_mapping(cls, chosen[section], section) for section, (cls, _) in SECTIONS.items()}
+    find_ec_connector(sections["connector"].ec_connector)
+    return sections

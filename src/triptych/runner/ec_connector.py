@@ -9,17 +9,18 @@ need, or that did not end in time, is collected in a later step.
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FailureReason, InternalError
-from triptych.output import EMPTY_EC_METADATA, ECConnectorOutput, ECLoad, ECTicket, SchedulerOutput
+from triptych.output import EMPTY_EC_METADATA, ECConnectorOutput, ECLoad, ECTicket, SchedulerOutput, sealed
+from triptych.runner.ec_registry import find_ec_connector, package_of
+from triptych.runner.ec_transfer import ECTransfer
 from triptych.runner.encoder_cache import EncoderCache
 from triptych.runner.pending_reads import PendingReads, reason_of
 from triptych.transfer.data_plane import DataPlane
 
 logger = logging.getLogger(__name__)
-
-EC_ARENA = "ec"
 
 _NO_STEP: AbstractContextManager[None] = nullcontext()
 
@@ -39,13 +40,13 @@ class ActiveECConnector(ECConnector):
     """Loads published items into this worker's encoder cache, and publishes its own."""
 
     def __init__(
-        self, config: EngineConfig, encoder_cache: EncoderCache, data_plane: DataPlane, on_progress: Callable[[], None]
+        self, config: EngineConfig, encoder_cache: EncoderCache, transfer: ECTransfer, on_progress: Callable[[], None]
     ) -> None:
         """`on_progress` is called from a copy thread when a read ends, so that the engine thread runs a step and collects it."""
         self._config = config
         self._encoder_cache = encoder_cache
-        self._data_plane = data_plane
-        self._reads: PendingReads[ECLoad] = PendingReads(data_plane, encoder_cache.arena, on_progress)
+        self._transfer = transfer
+        self._reads: PendingReads[ECLoad] = PendingReads(on_progress)
         self._metadata = EMPTY_EC_METADATA
         # What was found out in a step whose body then failed: reported by the next one.
         self._unreported = ECConnectorOutput()
@@ -65,6 +66,7 @@ class ActiveECConnector(ECConnector):
             self._finish(output)
 
     def close(self) -> None:
+        self._transfer.close()
         self._reads.close()
 
     def _load(self, output: ECConnectorOutput) -> None:
@@ -83,7 +85,7 @@ class ActiveECConnector(ECConnector):
             except InternalError as error:
                 output.failed_loads[key] = reason_of(error, f"load of {key}")
                 continue
-            self._reads.start(key, load, load.ticket.data, load.pages)
+            self._reads.start(key, load, partial(self._transfer.read, load.ticket, load.pages))
             if load.is_needed:
                 needed.append(key)
         self._reads.wait(needed, self._metadata.timeout_s)
@@ -100,7 +102,7 @@ class ActiveECConnector(ECConnector):
         for key in keys:
             try:
                 output.published[key] = self._ticket_of(key)
-            except Exception as error:  # the edge to a data plane: one item that cannot be published is that item's failure
+            except Exception as error:  # the edge to a connector: one item that cannot be published is that item's failure
                 output.failed_saves[key] = reason_of(error, f"publish of {key}")
 
     def _ticket_of(self, key: str) -> ECTicket:
@@ -108,9 +110,9 @@ class ActiveECConnector(ECConnector):
         if item is None:
             raise InternalError(f"item {key} is to be published, and is not resident.")
         model = self._config.model
-        nbytes = item.num_rows * model.row_width * model.dtype_nbytes
-        data = self._data_plane.publish(EC_ARENA, item.pages, nbytes, self._metadata.lease_s)
-        return ECTicket(key, item.num_rows, model.row_width, model.dtype, data)
+        data = self._transfer.publish(key, item.pages, item.num_rows, self._metadata.lease_s)
+        ticket = ECTicket(key, item.num_rows, model.row_width, model.dtype, data, model.weights_digest)
+        return sealed(ticket, self._config.cluster_secret)
 
     def _finish(self, output: ECConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
@@ -127,14 +129,13 @@ class ActiveECConnector(ECConnector):
     def _mismatch_of(self, load: ECLoad) -> str:
         """What of the ticket does not fit this worker's model and the pages given; empty if all does."""
         ticket, model = load.ticket, self._config.model
-        num_pages = self._encoder_cache.num_pages_of(ticket.num_rows)
         checks = (
+            ("subject", ticket.data.subject, ticket.key),
+            ("model", ticket.model, model.weights_digest),
             ("row_width", ticket.row_width, model.row_width),
             ("dtype", ticket.dtype, model.dtype),
-            ("number of pages", len(ticket.data.pages), num_pages),
-            ("number of destination pages", len(load.pages), num_pages),
-            ("page_nbytes", ticket.data.page_nbytes, self._config.encoder_page_nbytes),
-            ("nbytes", ticket.data.nbytes, ticket.num_rows * model.row_width * model.dtype_nbytes),
+            ("number of destination pages", len(load.pages), self._encoder_cache.num_pages_of(ticket.num_rows)),
+            ("nbytes", ticket.data.nbytes, ticket.num_rows * model.row_nbytes),
         )
         if ticket.num_rows <= 0:
             return f"num_rows is {ticket.num_rows}"
@@ -144,10 +145,24 @@ class ActiveECConnector(ECConnector):
 def get_ec_connector(
     config: EngineConfig, encoder_cache: EncoderCache, data_plane: DataPlane | None, on_progress: Callable[[], None]
 ) -> ECConnector:
-    """The active one where the role sends or takes, with its arena registered; else the no-op. Raises `ConfigError` without a data plane."""
+    """The active one where the role sends or takes; else the no-op. Raises `ConfigError` without a data plane, or for a connector that does
+    not exist or cannot be used."""
     if not (config.is_ec_producer or config.is_ec_consumer):
         return ECConnector()
     if data_plane is None:
         raise ConfigError(f"a worker of role {config.role} among others needs a data plane.")
-    data_plane.register(EC_ARENA, encoder_cache.arena)
-    return ActiveECConnector(config, encoder_cache, data_plane, on_progress)
+    return ActiveECConnector(config, encoder_cache, _make_transfer(config, encoder_cache, data_plane), on_progress)
+
+
+def _make_transfer(config: EngineConfig, encoder_cache: EncoderCache, data_plane: DataPlane) -> ECTransfer:
+    connector = find_ec_connector(config.connector.ec_connector)
+    where = f"ec_connector '{connector.name}' ({connector.value} of package {package_of(connector)})"
+    try:
+        transfer = connector.load()(config, encoder_cache, data_plane)
+    except ConfigError:
+        raise
+    except Exception as error:  # the edge to a package that we do not know
+        raise ConfigError(f"{where} cannot be used: {type(error).__name__}: {error}.") from error
+    if not isinstance(transfer, ECTransfer):
+        raise ConfigError(f"{where} gave {type(transfer).__name__} '{transfer}', which is not an ECTransfer.")
+    return transfer

@@ -57,6 +57,9 @@ class EncoderRunner:
         return self._adapter.encode(self._model, encodes[0].modality, inputs, [encode.num_rows for encode in encodes])
 
     def _store(self, encode: EncodeInput, rows: Tensor) -> None:
+        promised = (encode.num_rows, self._encoder_cache.rows.shape[1])
+        if tuple(rows.shape) != promised:
+            raise InternalError(f"the tower gave rows of shape {tuple(rows.shape)} where {promised} were promised.")
         if not are_finite(rows):
             raise InternalError("the tower gave NaN or infinity.")
         self._encoder_cache.write(encode.key, encode.pages, rows)

@@ -9,10 +9,11 @@ Which blocks was decided by the scheduler half, `engine/kv_connector.py`.
 import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FailureReason
-from triptych.output import EMPTY_KV_METADATA, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput
+from triptych.output import EMPTY_KV_METADATA, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput, sealed
 from triptych.runner.kv_cache import KVCache
 from triptych.runner.pending_reads import PendingReads, reason_of
 from triptych.transfer.data_plane import DataPlane
@@ -46,7 +47,7 @@ class ActiveKVConnector(KVConnector):
         self._config = config
         self._kv_cache = kv_cache
         self._data_plane = data_plane
-        self._reads: PendingReads[KVLoad] = PendingReads(data_plane, kv_cache.arena, on_progress)
+        self._reads: PendingReads[KVLoad] = PendingReads(on_progress)
         self._metadata = EMPTY_KV_METADATA
         self._withheld: set[str] = set()
         # What was found out in a step whose body then failed: reported by the next one.
@@ -81,7 +82,9 @@ class ActiveKVConnector(KVConnector):
                 logger.warning("KV of request %s is refused: %s", load.request_id, mismatch)
                 output.failed_loads[load.request_id] = FailureReason.MISMATCH
                 continue
-            self._reads.start(load.request_id, load, load.ticket.data, load.block_ids[: len(load.ticket.data.pages)])
+            data = load.ticket.data
+            read = partial(self._data_plane.read, data, self._kv_cache.arena, load.block_ids[: len(data.pages)])
+            self._reads.start(load.request_id, load, read)
 
     def _save(self, output: KVConnectorOutput) -> None:
         if not self._config.is_kv_producer:
@@ -98,8 +101,9 @@ class ActiveKVConnector(KVConnector):
         config = self._config
         block_ids = save.block_ids[: -(-save.num_tokens // config.cache.block_size)]
         self._kv_cache.stage_out(block_ids)
-        data = self._data_plane.publish(KV_ARENA, block_ids, len(block_ids) * config.kv_block_nbytes, self._metadata.lease_s)
-        return KVTicket(
+        nbytes = len(block_ids) * config.kv_block_nbytes
+        data = self._data_plane.publish(KV_ARENA, block_ids, nbytes, self._metadata.lease_s, subject=save.request_id)
+        ticket = KVTicket(
             request_id=save.request_id,
             num_tokens=save.num_tokens,
             block_size=config.cache.block_size,
@@ -107,6 +111,7 @@ class ActiveKVConnector(KVConnector):
             dtype=config.model.dtype,
             data=data,
         )
+        return sealed(ticket, config.cluster_secret)
 
     def _finish(self, output: KVConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
@@ -124,6 +129,7 @@ class ActiveKVConnector(KVConnector):
         ticket, config = load.ticket, self._config
         num_blocks = -(-ticket.num_tokens // config.cache.block_size)
         checks = (
+            ("subject", ticket.data.subject, ticket.request_id),
             ("block_size", ticket.block_size, config.cache.block_size),
             ("block_nbytes", ticket.block_nbytes, config.kv_block_nbytes),
             ("dtype", ticket.dtype, config.model.dtype),

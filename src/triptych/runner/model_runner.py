@@ -17,7 +17,8 @@ from triptych.media.item import MediaItem
 from triptych.models.loader import LoadedModel
 from triptych.output import ModelRunnerOutput, SchedulerOutput, TokenLogprob
 from triptych.runner.block_table import BlockTable
-from triptych.runner.ec_connector import EC_ARENA, ECConnector, get_ec_connector
+from triptych.runner.ec_connector import ECConnector, get_ec_connector
+from triptych.runner.ec_transfer import EC_ARENA
 from triptych.runner.encoder_cache import EncoderCache, RowWindow
 from triptych.runner.encoder_runner import EncoderRunner, NoEncoderRunner
 from triptych.runner.input_batch import InputBatch, TokenWindow

@@ -1,19 +1,16 @@
-"""`PendingReads`: copies from peers' arenas that are under way, for both connectors.
+"""`PendingReads`: copies from peers that are under way, for both connectors.
 
 A read is started, may be waited for within a bound, and is collected once, when it has ended. One whose time is up is cancelled if it has
 not begun; if it has, its pages stay in use until it ends, since nobody else may write to them before.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from triptych.errors import FailureReason, TransferError
 from triptych.output import ECConnectorOutput, KVConnectorOutput
-from triptych.transfer.arena import Arena
-from triptych.transfer.data_plane import DataPlane
-from triptych.transfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +20,20 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class PendingReads(Generic[LoadT]):
-    def __init__(self, data_plane: DataPlane, arena: Arena, on_progress: Callable[[], None]) -> None:
+    def __init__(self, on_progress: Callable[[], None]) -> None:
         """`on_progress` is called, from a copy thread, whenever a read ends."""
-        self._data_plane = data_plane
-        self._arena = arena
         self._on_progress = on_progress
         self._reads: dict[str, tuple[LoadT, Future[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def start(self, key: str, load: LoadT, ticket: Ticket, pages: Sequence[int]) -> None:
-        """Read `ticket` into `pages`. A key that is being read already is not read twice."""
+    def start(self, key: str, load: LoadT, read: "Callable[[], Future[None]]") -> None:
+        """Start to `read` what `load` is about. A key that is being read already is not read twice."""
         if key in self._reads:
             return
         try:
-            future = self._data_plane.read(ticket, self._arena, pages)
+            future = read()
         except Exception as error:  # the edge to a data plane: a read that cannot start has failed like one that breaks off
             future = Future()
             future.set_exception(error)

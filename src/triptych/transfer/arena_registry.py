@@ -28,7 +28,9 @@ class ArenaRegistry:
             raise TransferError(FailureReason.MISMATCH, f"{self.worker_id} has no arena '{name}'.")
         return arena
 
-    def make_ticket(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, planes: dict[str, str]) -> Ticket:
+    def make_ticket(
+        self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, planes: dict[str, str], subject: str
+    ) -> Ticket:
         """A ticket for `nbytes` bytes in `pages` as they are now. Raises `InternalError` if the content does not fill the pages."""
         arena = self.get(name)
         if not content_fills(nbytes, len(pages), arena.page_nbytes):
@@ -40,7 +42,8 @@ class ArenaRegistry:
             generations=arena.generations_of(pages),
             page_nbytes=arena.page_nbytes,
             nbytes=nbytes,
-            checksum=checksum(arena.pages, pages, nbytes) if self._with_checksums else "",
-            lease_s=lease_s,
+            checksum=checksum(arena.pages, pages, nbytes, subject) if self._with_checksums else "",
+            lease_s=float(lease_s),  # 20 and 20.0 differ once they are encoded
             planes=planes,
+            subject=subject,
         )

@@ -21,6 +21,7 @@ class DataPlane(ABC):
 
     def __init__(self, registry: ArenaRegistry) -> None:
         self._registry = registry
+        self.worker_id = registry.worker_id
 
     @property
     @abstractmethod
@@ -31,9 +32,12 @@ class DataPlane(ABC):
         """Make `arena` readable by peers under `name`. At most once per name."""
         self._registry.add(name, arena)
 
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
-        """A ticket for the content of `pages` of the registered arena `name`. The pages must not change while it is leased."""
-        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address})
+    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "") -> Ticket:
+        """A ticket for the content of `pages` of the registered arena `name`. The pages must not change while it is leased.
+
+        `subject` says what the content is, and goes into the checksum: a ticket for something else cannot stand for it.
+        """
+        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address}, subject)
 
     @abstractmethod
     def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":

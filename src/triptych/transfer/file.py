@@ -79,10 +79,10 @@ class FileDataPlane(DataPlane):
         """The name of this worker's own directory in the shared one, which may be mounted elsewhere on another host."""
         return self._address
 
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float) -> Ticket:
+    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "") -> Ticket:
         """As the interface says; returns when the file is there. Raises `TransferError` (INTERNAL) if it cannot be written."""
         self.sweep()
-        ticket = super().publish(name, pages, nbytes, lease_s)
+        ticket = super().publish(name, pages, nbytes, lease_s, subject)
         file_name = _file_name(ticket)
         with self._lock:
             if file_name not in self._published:
@@ -178,7 +178,15 @@ def _metadata(ticket: Ticket) -> dict[str, str]:
 
 def _file_name(ticket: Ticket) -> str:
     """A digest of what tells published contents of one worker apart. The same pages in the same generations are the same content."""
-    identity = (ticket.producer, ticket.arena, ticket.pages, ticket.generations, ticket.page_nbytes, ticket.nbytes)
+    identity = (
+        ticket.producer,
+        ticket.arena,
+        ticket.pages,
+        ticket.generations,
+        ticket.page_nbytes,
+        ticket.nbytes,
+        ticket.subject,
+    )
     return f"{blake3(repr(identity).encode()).hexdigest()[:32]}.safetensors"
 
 

@@ -24,14 +24,18 @@ def content_fills(nbytes: int, num_pages: int, page_nbytes: int) -> bool:
     return (num_pages - 1) * page_nbytes < nbytes <= num_pages * page_nbytes
 
 
-def checksum(memory: NDArray[np.uint8], pages: Sequence[int], nbytes: int) -> str:
-    """First 16 hex digits of blake3 over the content: `nbytes` bytes of `pages` of `memory` [num_pages, page_nbytes], in order."""
+def checksum(memory: NDArray[np.uint8], pages: Sequence[int], nbytes: int, subject: str = "") -> str:
+    """First 16 hex digits of blake3 over the content, `nbytes` bytes of `pages` of `memory` [num_pages, page_nbytes] in order, then `subject`.
+
+    Where the content ends and the subject begins is known: both ends compare `nbytes`.
+    """
     num_full, tail_nbytes = _split(nbytes, memory.shape[1])
     digest = blake3()
     for first, _, length in _runs(pages[:num_full], pages[:num_full]):
         digest.update(memory[first : first + length].reshape(-1).data)
     if tail_nbytes:
         digest.update(memory[pages[num_full], :tail_nbytes].data)
+    digest.update(subject.encode())
     return digest.hexdigest()[:_NUM_CHECKSUM_DIGITS]
 
 
@@ -63,12 +67,17 @@ def check_ticket(ticket: Ticket, plane: str, arena: Arena, pages: Sequence[int])
         raise _mismatch(
             f"the ticket has {len(ticket.pages)} pages and {len(ticket.generations)} generations for {len(pages)} pages here."
         )
-    if not content_fills(ticket.nbytes, len(pages), ticket.page_nbytes):
-        raise _mismatch(f"{ticket.nbytes} bytes do not fill {len(pages)} pages of {ticket.page_nbytes} bytes.")
-    _check_page_numbers("destination", pages, arena)
-    if len(set(pages)) != len(pages):
-        raise _mismatch("a destination page is named twice.")
+    _check_named_once("source", ticket.pages)
+    check_destination(arena, pages, ticket.nbytes)
     return address
+
+
+def check_destination(arena: Arena, pages: Sequence[int], nbytes: int) -> None:
+    """`nbytes` bytes fill just `pages`, which are pages of `arena`, each named once; else MISMATCH."""
+    if not content_fills(nbytes, len(pages), arena.page_nbytes):
+        raise _mismatch(f"{nbytes} bytes do not fill {len(pages)} pages of {arena.page_nbytes} bytes.")
+    _check_page_numbers("destination", pages, arena)
+    _check_named_once("destination", pages)
 
 
 def check_before(ticket: Ticket, source: Arena) -> None:
@@ -92,7 +101,7 @@ def check_content(ticket: Ticket, arena: Arena, pages: Sequence[int], *, nbytes_
     """Length and, where the ticket has one, checksum of what lies in `pages` now are the ticket's; else CORRUPT."""
     if nbytes_arrived != ticket.nbytes:
         raise TransferError(FailureReason.CORRUPT, f"{nbytes_arrived} of {ticket.nbytes} bytes arrived.")
-    if verify_checksum and ticket.checksum and checksum(arena.pages, pages, ticket.nbytes) != ticket.checksum:
+    if verify_checksum and ticket.checksum and checksum(arena.pages, pages, ticket.nbytes, ticket.subject) != ticket.checksum:
         raise TransferError(FailureReason.CORRUPT, f"the {ticket.nbytes} bytes that arrived have another checksum.")
 
 
@@ -109,6 +118,11 @@ def _check_page_nbytes(whose: str, page_nbytes: int, arena: Arena) -> None:
 def _check_page_numbers(which: str, pages: Sequence[int], arena: Arena) -> None:
     if pages and not 0 <= min(pages) <= max(pages) < arena.num_pages:
         raise _mismatch(f"{which} pages {min(pages)} to {max(pages)} are not all among the arena's {arena.num_pages}.")
+
+
+def _check_named_once(which: str, pages: Sequence[int]) -> None:
+    if len(set(pages)) != len(pages):
+        raise _mismatch(f"a {which} page is named twice.")
 
 
 def _mismatch(message: str) -> TransferError:

@@ -39,4 +39,4 @@ class ReadPool:
 
 
 def _closed() -> TransferError:
-    return TransferError(FailureReason.INTERNAL, "the data plane was closed.")
+    return TransferError(FailureReason.INTERNAL, "this side has been closed.")

@@ -17,6 +17,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generations: tuple[int, ...]
     page_nbytes: int
     nbytes: int
-    checksum: str  # first 16 hex digits of blake3 over the content; empty when the producer does not compute it
+    checksum: str  # first 16 hex digits of blake3 over the content, then the subject; empty when the producer does not compute it
     lease_s: float
     planes: dict[str, str]  # data plane name -> the producer's address on it
+    subject: str = ""  # what the content is: under another name the same bytes have another checksum

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from triptych.config import EngineConfig
-from triptych.engine.admission import check_role, check_tower
+from triptych.engine.admission import check_ec_ticket, check_kv_ticket, check_role, check_tower
 from triptych.engine.core import EngineCore
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
@@ -81,7 +81,7 @@ class Worker:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """The request's events; the last one is terminal. Closing the generator early aborts the request.
 
-        Raises `RequestError` at once for a call that this worker's role cannot serve.
+        Raises `RequestError` at once for a call that this worker's role cannot serve, or a ticket that this cluster has not made.
         """
         ec, kv = request.ec_transfer_params, request.kv_transfer_params
         spec = RequestSpec(
@@ -95,6 +95,10 @@ class Worker:
             priority=request.priority,
         )
         check_role(spec, self.config)
+        for ticket in ec.tickets:
+            check_ec_ticket(ticket, self.config)
+        if kv.ticket is not None:
+            check_kv_ticket(kv.ticket, self.config)
         return self._generate(spec, ec.tickets)
 
     async def _generate(self, spec: RequestSpec, tickets: tuple[ECTicket, ...]) -> AsyncGenerator[GenerateEvent, None]:
@@ -139,7 +143,8 @@ class Worker:
         return event
 
     async def deliver(self, delivery: ECDelivery) -> None:
-        """An item announced, or the news that it cannot be had. Raises `RequestError` if this worker takes no items."""
+        """An item announced, or the news that it cannot be had. Raises `RequestError` if this worker takes no items, or not this ticket:
+        whoever waits for the item waits on for the right one."""
         ticket, failure = delivery.ticket, delivery.failure
         if failure is not None:
             message = delivery.message or f"media item {delivery.key[:12]} could not be had ({failure})."
@@ -149,6 +154,7 @@ class Worker:
                 raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
             if ticket.key != delivery.key:
                 raise RequestError("the ticket is for another item than the delivery.")
+            check_ec_ticket(ticket, self.config)
             self._thread.submit(lambda core: core.announce(ticket))
 
     async def abort(self, id: str) -> None:

@@ -6,12 +6,12 @@ import pytest
 from engine_rig import MODEL, item_of, key_of
 
 from triptych.config import CacheConfig, EngineConfig, Role
-from triptych.engine.admission import check_encode, check_request
+from triptych.engine.admission import check_ec_ticket, check_encode, check_request
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.request import RequestSpec
 from triptych.errors import ContextOverflowError, RequestError
 from triptych.media.item import MediaItem
-from triptych.output import KVTicket
+from triptych.output import ECTicket, KVTicket, sealed
 from triptych.sampling_params import SamplingParams
 from triptych.transfer.ticket import Ticket
 
@@ -167,3 +167,19 @@ def test_a_worker_without_a_tower_encodes_nothing(role: str):
 def test_an_item_that_the_cache_can_never_hold_is_refused_at_once(num_rows: int):
     with pytest.raises(RequestError, match="--encoder-cache-rows"):
         check_encode(EncodeSpec("e", key_of("a"), "image", num_rows), config_of("E"))
+
+
+@pytest.mark.parametrize("key", ("", "a" * 63, "A" * 64, "../" + "a" * 61, "a" * 64 + "\n"))
+def test_a_ticket_whose_key_is_no_digest_is_refused_whoever_sealed_it(key: str):
+    data = Ticket("p", "ec", (0,), (0,), 8, 8, "", 5.0, {}, subject=key)
+    with pytest.raises(RequestError, match="64 hex digits"):
+        check_ec_ticket(sealed(ECTicket(key, 4, 1, "float32", data), ""), config_of("P"))
+
+
+def test_a_ticket_is_taken_from_who_has_the_secret_only():
+    config = replace(config_of("P"), cluster_secret="ours")
+    ticket = ECTicket(key_of("a"), 4, 1, "float32", Ticket("p", "ec", (0,), (0,), 8, 8, "", 5.0, {}))
+    check_ec_ticket(sealed(ticket, "ours"), config)
+    for other in (ticket, sealed(ticket, ""), sealed(ticket, "theirs")):
+        with pytest.raises(RequestError, match="seal of this cluster"):
+            check_ec_ticket(other, config)

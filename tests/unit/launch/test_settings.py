@@ -42,9 +42,17 @@ def test_mebibytes_become_bytes() -> None:
     assert sections["media"] == MediaConfig(max_media_nbytes=2_097_152)
 
 
-def test_the_file_plane_takes_its_directory_from_ec_path() -> None:
-    sections = sections_from({"data_plane": "file", "ec_path": Path("/somewhere")})
-    assert sections["connector"] == ConnectorConfig(data_plane="file", path=Path("/somewhere"))
+def test_the_file_plane_and_the_file_connector_have_a_directory_each() -> None:
+    sections = sections_from({"data_plane": "file", "data_plane_path": Path("/planes")})
+    assert sections["connector"] == ConnectorConfig(data_plane="file", data_plane_path=Path("/planes"))
+    sections = sections_from({"ec_connector": "file", "ec_path": Path("/items"), "ec_path_mib": 2})
+    assert sections["connector"] == ConnectorConfig(ec_connector="file", ec_path=Path("/items"), ec_path_nbytes=2_097_152)
+
+
+@pytest.mark.parametrize(("mistyped", "sentence"), (("fil", "did you mean 'file'"), ("carrier", "known are data-plane, file")))
+def test_an_ec_connector_that_does_not_exist_is_refused_with_the_nearest(mistyped: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"ec_connector is '{mistyped}', which does not exist; {sentence}"):
+        sections_from({"ec_connector": mistyped})
 
 
 def test_domains_given_one_by_one_become_a_tuple() -> None:

@@ -125,10 +125,10 @@ def test_an_item_that_is_resident_is_published_again_on_demand_and_an_absent_one
 def test_a_save_that_raises_is_reported_and_the_others_are_published(producer: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = producer.plane.publish
 
-    def fail_for_page_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float) -> Any:
+    def fail_for_page_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float, subject: str) -> Any:
         if 3 in pages:
             raise TransferError(FailureReason.PEER_LOST, "the directory is gone.")
-        return publish(name, pages, nbytes, lease_s)
+        return publish(name, pages, nbytes, lease_s, subject)
 
     monkeypatch.setattr(producer.plane, "publish", fail_for_page_3)
 

@@ -18,7 +18,7 @@ WIDTH = 64
 
 
 class FakeTower:
-    """Rows are the item's number; 13 raises, 14 is NaN, 15 gives one row too many. Counts what it was asked."""
+    """Rows are the item's number; 13 raises, 14 is NaN, 15 gives a row too many, 16 one too few, 17 wider ones. Counts what it was asked."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[str, list[int]]] = []
@@ -31,8 +31,10 @@ class FakeTower:
         if 13 in inputs:
             raise MediaError("unlucky.")
         numbers = [float("nan") if number == 14 else float(number) for number in inputs]
-        counts = [count + (number == 15) for number, count in zip(inputs, rows, strict=True)]
-        return [torch.full((count, WIDTH), number) for number, count in zip(numbers, counts, strict=True)]
+        shapes = [
+            (count + {15: 1, 16: -1}.get(number, 0), WIDTH + (number == 17)) for number, count in zip(inputs, rows, strict=True)
+        ]
+        return [torch.full(shape, number) for number, shape in zip(numbers, shapes, strict=True)]
 
 
 @pytest.fixture
@@ -62,7 +64,9 @@ def test_items_of_one_modality_run_in_one_batch(runner: EncoderRunner, tower: Fa
     assert cache.gather([RowWindow((3,), 0, 4), RowWindow((1,), 0, 1)])[:, 0].tolist() == [3, 3, 3, 3, 1]
 
 
-@pytest.mark.parametrize(("bad", "why"), [(13, "unlucky"), (14, "NaN or infinity"), (15, "do not fit pages")])
+@pytest.mark.parametrize(
+    ("bad", "why"), [(13, "unlucky"), (14, "NaN or infinity"), (15, "(5, 64)"), (16, "(3, 64)"), (17, "(4, 65)")]
+)
 def test_a_bad_item_in_a_batch_fails_alone(runner: EncoderRunner, cache: EncoderCache, bad: int, why: str) -> None:
     failed = runner.run([encode(1), encode(bad), encode(2)])
     assert list(failed) == [f"k{bad}"]

@@ -147,10 +147,10 @@ def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_
 def test_a_save_that_raises_is_reported_and_the_others_are_published(producer: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = producer.plane.publish
 
-    def fail_for_block_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float) -> Any:
+    def fail_for_block_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float, subject: str) -> Any:
         if 3 in pages:
             raise OSError("disk full")
-        return publish(name, pages, nbytes, lease_s)
+        return publish(name, pages, nbytes, lease_s, subject)
 
     monkeypatch.setattr(producer.plane, "publish", fail_for_block_3)
     output = producer.step(saves=(KVSave("a", 4, (3,)), KVSave("b", 4, (9,))))

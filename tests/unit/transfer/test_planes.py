@@ -13,7 +13,7 @@ from triptych.transfer.planes import make_data_plane
 def test_a_configuration_gets_the_plane_it_names_with_checksums_as_it_says(
     tmp_path: Path, name: str, verify_checksums: bool
 ) -> None:
-    connector = ConnectorConfig(data_plane=name, path=tmp_path, verify_checksums=verify_checksums)
+    connector = ConnectorConfig(data_plane=name, data_plane_path=tmp_path, verify_checksums=verify_checksums)
     with closing(make_data_plane(connector, "e0")) as plane:
         plane.register("ec", Arena.create("ec", 1, 8))
         ticket = plane.publish("ec", [0], 8, 1.0)
