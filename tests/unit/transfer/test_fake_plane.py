@@ -73,13 +73,50 @@ def test_a_delayed_read_arrives_after_its_ticks_and_those_behind_it_overtake_it(
     assert done == [(False, False), (False, True), (True, True)]
 
 
-def test_a_dropped_read_never_ends_and_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_dropped_read_is_under_way_until_the_network_gives_it_up_and_leaves_the_others_alone(has_begun: bool) -> None:
     scene = Scene()
     dropped, other = scene.read(0), scene.read(1)
-    scene.network.drop(scene.network.pending[0])
+    read = scene.network.pending[0]
+    if has_begun:
+        scene.network.begin(read)
+    scene.network.drop(read)
     scene.network.deliver()
     assert not dropped.done()
     assert other.done()
+    scene.network.give_up()
+    assert reason_of(dropped) is FailureReason.TIMEOUT
+    assert scene.arrived() == [0, 2, 0, 0, 0, 0]
+
+
+def test_a_read_that_takes_no_tick_is_done_when_it_is_started() -> None:
+    scene = Scene(num_ticks=0)
+    assert scene.read(2).done()
+    assert scene.arrived() == [0, 0, 3, 0, 0, 0]
+    assert scene.network.pending == []
+
+
+def test_a_read_that_has_begun_has_copied_half_of_its_pages_and_cannot_be_cancelled() -> None:
+    scene = Scene()
+    future = scene.consumer.read(scene.producer.publish("ec", [2, 3], 16, 60.0), scene.destination, [0, 1])
+    scene.network.begin(scene.network.pending[0])
+    assert scene.arrived()[:2] == [3, 0]
+    assert not future.cancel()
+    scene.network.deliver()
+    assert future.result(0) is None
+    assert scene.arrived()[:2] == [3, 4]
+
+
+@pytest.mark.parametrize("verify_checksums", [True, False])
+def test_pages_overwritten_in_the_middle_of_a_copy_are_stale(verify_checksums: bool) -> None:
+    scene = Scene(verify_checksums=verify_checksums)
+    future = scene.consumer.read(scene.producer.publish("ec", [2, 3], 16, 60.0), scene.destination, [0, 1])
+    scene.network.begin(scene.network.pending[0])
+    scene.source.recycle([3])
+    scene.source.pages[3] = 99
+    scene.network.deliver()
+    assert scene.arrived()[:2] == [3, 99]
+    assert reason_of(future) is FailureReason.STALE
 
 
 @pytest.mark.parametrize("nbytes_cut", [1, 8, 100])
@@ -119,6 +156,17 @@ def test_a_death_fails_reads_under_way_and_later_ones_at_once() -> None:
     assert scene.network.pending == []
 
 
+def test_a_death_fails_a_read_that_has_begun_and_one_that_was_dropped() -> None:
+    scene = Scene()
+    begun, dropped = scene.read(0), scene.read(1)
+    first, second = scene.network.pending
+    scene.network.begin(first)
+    scene.network.drop(second)
+    scene.network.kill("e0")
+    assert reason_of(begun) is FailureReason.PEER_LOST
+    assert reason_of(dropped) is FailureReason.PEER_LOST
+
+
 def test_a_consumers_death_ends_its_reads_and_nobody_elses() -> None:
     scene = Scene()
     other = FakeDataPlane("p1", scene.network)
@@ -132,6 +180,11 @@ def test_a_consumers_death_ends_its_reads_and_nobody_elses() -> None:
 
 def test_a_read_that_was_cancelled_is_not_carried_out() -> None:
     scene = Scene()
-    assert scene.read(0).cancel()
+    delivered, dropped = scene.read(0), scene.read(1)
+    scene.network.drop(scene.network.pending[1])
+    assert delivered.cancel()
+    assert dropped.cancel()
     scene.network.deliver()
+    scene.network.give_up()
+    assert scene.network.pending == []
     assert scene.arrived() == [0] * 6
