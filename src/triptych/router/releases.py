@@ -50,6 +50,11 @@ class TicketLease:
         self._num_holders = 0
         self._is_void = False
 
+    @property
+    def is_good(self) -> bool:
+        """A worker that is gone keeps nothing."""
+        return self._worker.is_ready
+
     def void(self) -> None:
         """The encode was answered without a ticket: there is nothing to release."""
         self._is_void = True
