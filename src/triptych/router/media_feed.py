@@ -100,7 +100,9 @@ class MediaFeed:
 
     @property
     def tickets(self) -> tuple[ECTicket, ...]:
-        return tuple(item.ticket for item in self._items.values() if item.ticket is not None)
+        """Those that can still be read."""
+        held = [(item.ticket, item.lease) for item in self._items.values()]
+        return tuple(ticket for ticket, lease in held if ticket is not None and lease is not None and lease.is_good)
 
     @property
     def error(self) -> TriptychError | None:
