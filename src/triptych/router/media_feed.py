@@ -52,7 +52,8 @@ class FedItem:
 
     job: ItemToEncode
     name: str
-    num_encodes: int = 0
+    num_faults: int = 0
+    was_encoded: bool = False
     avoid: set[str] = field(default_factory=set[str])  # encode workers that failed it
     ticket: ECTicket | None = None
     lease: TicketLease | None = None  # as long as there is a ticket
@@ -97,6 +98,7 @@ class MediaFeed:
         self._metrics = metrics
         self._items = _make_items(request)
         self._call: PrefillCall | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the items', also of those that were let go
 
     @property
     def tickets(self) -> tuple[ECTicket, ...]:
@@ -117,11 +119,11 @@ class MediaFeed:
     # --- the request's stay at a prefill worker
 
     @asynccontextmanager
-    async def at(self, prefill: PooledWorker, call_id: str) -> AsyncGenerator[None]:
-        """While inside, items go to `prefill`. What nobody is known to have is encoded without being asked for."""
+    async def at(self, prefill: PooledWorker, call_id: str, *, is_eager: bool) -> AsyncGenerator[None]:
+        """While inside, items go to `prefill`. If `is_eager`, what nobody is known to have is encoded without being asked for."""
         call = self._call = PrefillCall(prefill, call_id)
         for item in self._items.values():
-            self._supply(item, call)
+            self._supply(item, call, is_eager=is_eager)
         try:
             yield
         finally:
@@ -129,7 +131,7 @@ class MediaFeed:
             stays = [item.task for item in self._items.values() if item.task is not None and item.stays_at is prefill]
             await _end([*call.deliveries, *stays])
 
-    def _supply(self, item: FedItem, call: PrefillCall) -> None:
+    def _supply(self, item: FedItem, call: PrefillCall, *, is_eager: bool) -> None:
         """At the start of a stay: tickets have gone with the request."""
         reason: FailureReason | None = None
         if item.lease is not None and not item.lease.is_good:
@@ -141,7 +143,7 @@ class MediaFeed:
             self._tell(call, _failure(call, item))
         elif self._placement.probably_holds(call.worker, item.key):
             self._metrics.encodes.labels("saved").inc()
-        else:
+        elif is_eager:
             self._want(item, reason)
 
     def arrived(self, key: str, prefill: PooledWorker) -> None:
@@ -162,10 +164,11 @@ class MediaFeed:
             item.let_go()
             if item.task is not None:
                 item.task.cancel()
+                item.task = None
 
     async def close(self) -> None:
         self.let_go()
-        await _end(item.task for item in self._items.values() if item.task is not None)
+        await _end(self._tasks)
 
     def need(self, key: str, reason: FailureReason) -> None:
         """The prefill worker asks for an item. Raises what is wrong with the item when there is nothing left to try."""
@@ -189,13 +192,17 @@ class MediaFeed:
                 item.avoid.add(item.ticket.data.producer)
             item.let_go()
         if reason == FailureReason.EVICTED:
-            item.num_encodes = 0  # no fault: it had to make room, which may happen any number of times
-        self._want(item, reason if item.num_encodes else None)
+            item.num_faults = 0  # it had to make room, which may happen any number of times
+        is_fault = item.was_encoded and reason != FailureReason.EVICTED
+        item.num_faults += is_fault
+        self._want(item, reason if is_fault else None)
 
     # --- an item
 
     def _want(self, item: FedItem, again_for: FailureReason | None) -> None:
-        item.task = asyncio.create_task(self._get(item, again_for))
+        task = item.task = asyncio.create_task(self._get(item, again_for))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _get(self, item: FedItem, again_for: FailureReason | None) -> None:
         """Have the item encoded, and tell the prefill worker; or that it cannot be had."""
@@ -217,27 +224,28 @@ class MediaFeed:
     async def _encode(self, item: FedItem, again_for: FailureReason | None) -> tuple[Encoded, bool]:
         """One worker after another, until one has it; and whether that is the prefill worker itself. `again_for` is why it is not the first time."""
         backoff, failure = Backoff(self._placement, Stage.ENCODE), again_for or FailureReason.MISSING
-        while item.num_encodes < MAX_ENCODES:
+        while item.num_faults < MAX_ENCODES:
             flight = await self._find_flight(item, backoff)
             if again_for is not None:
                 self._count_retry(flight, again_for)
                 again_for = None
-            item.num_encodes += 1
+            is_known = False
             try:
                 event = await self._encodes.wait(flight, item.avoid)
             except OverloadedError as error:
-                item.num_encodes -= 1
-                item.waits_for = f"{flight.worker.id}, which is full"
-                await backoff.pause(error, flight.worker, item.avoid)
+                if not backoff.has_next(flight.worker, item.avoid):
+                    item.waits_for = f"{flight.worker.id}, which is full"
+                    await backoff.pause(error)
                 continue
             except WorkerLostError:
-                item.num_encodes -= flight.worker.id in item.avoid  # that was known: the same fault
+                is_known = flight.worker.id in item.avoid  # the prefill worker, say, has seen it die before us
                 failure = FailureReason.PEER_LOST
             except (InternalError, UnavailableError) as error:
                 logger.warning("worker %s failed item %s: %s", flight.worker.id, item.key[:12], error)
                 failure = FailureReason.INTERNAL
             else:
                 if isinstance(event, Encoded):
+                    item.was_encoded = True
                     if event.ticket is not None:
                         item.ticket, item.lease = event.ticket, flight.lease
                     return event, flight.will_stay
@@ -245,10 +253,11 @@ class MediaFeed:
                 if not failure.is_retryable:
                     raise self._refused(item, event.message, failure)
             again_for = failure
+            item.num_faults += not is_known
             item.avoid.add(flight.worker.id)
             if flight.worker.is_ready and not self._placement.has_choice(Stage.ENCODE, item.avoid):
                 await asyncio.sleep(PAUSE_S)
-        message = f"item {item.key[:12]} could not be had after {item.num_encodes} encodes"
+        message = f"item {item.key[:12]} could not be had after {item.num_faults} attempts"
         raise UnavailableError(message, type="ec_unavailable", stage="encode", reason=failure)
 
     async def _find_flight(self, item: FedItem, backoff: Backoff) -> Flight:

@@ -193,14 +193,16 @@ class Pipeline:
             request.waits_for = "a prefill worker"
             worker = await self._placement.when_there(pick)
             try:
-                return await self._prefill_at(worker, request, feed, kv)
+                return await self._prefill_at(worker, request, feed, kv, is_eager=not backoff.has_paused)
             except _RefusedError as refusal:
                 kv.pop_all()
-                request.waits_for = f"prefill at {worker.id}, which is full"
-                await backoff.pause(refusal.error, worker, avoid)
+                if not backoff.has_next(worker, avoid):
+                    request.waits_for = f"prefill at {worker.id}, which is full"
+                    feed.let_go()  # its encodes would keep those waiting that have found room
+                    await backoff.pause(refusal.error)
 
     async def _prefill_at(
-        self, worker: PooledWorker, request: RunningRequest, feed: MediaFeed, kv: ExitStack
+        self, worker: PooledWorker, request: RunningRequest, feed: MediaFeed, kv: ExitStack, *, is_eager: bool
     ) -> str | tuple[KVTicket, PooledWorker]:
         """Items go to the worker while it computes what stands before them."""
         hands_over = not worker.can(Stage.DECODE)
@@ -210,7 +212,8 @@ class Pipeline:
         request.waits_for = f"prefill at {worker.id}"
         if hands_over:  # from now on: the client may leave while the ticket is on its way
             kv.callback(self._releases.send, worker, message.request_id)
-        async with feed.at(worker, message.request_id), aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
+        stay = feed.at(worker, message.request_id, is_eager=is_eager)
+        async with stay, aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
             async for event in events:
                 match event:
                     case ECNeeded():
@@ -250,8 +253,9 @@ class Pipeline:
             try:
                 return await self._decode_at(worker, request, ticket, kv)
             except _RefusedError as refusal:
-                request.waits_for = f"decode at {worker.id}, which is full"
-                await backoff.pause(refusal.error, worker, avoid)
+                if not backoff.has_next(worker, avoid):
+                    request.waits_for = f"decode at {worker.id}, which is full"
+                    await backoff.pause(refusal.error)
 
     async def _decode_at(self, worker: PooledWorker, request: RunningRequest, ticket: KVTicket, kv: ExitStack) -> str:
         """Tokens from where prefill stopped. Its KV is given back with the first of them."""

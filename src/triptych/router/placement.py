@@ -136,12 +136,18 @@ class Backoff:
         self._give_up_at: float | None = None
         self.full: set[str] = set()  # worker ids, to be avoided in the next pick
 
-    async def pause(self, error: OverloadedError, worker: PooledWorker, avoid: Collection[str]) -> None:
-        """`worker` has refused. Return when it makes sense to pick again; raise `error` when workers have been full for too long."""
+    @property
+    def has_paused(self) -> bool:
+        return self._give_up_at is not None
+
+    def has_next(self, refuser: PooledWorker, avoid: Collection[str]) -> bool:
+        """Whether, after a refusal, there is another worker to be asked."""
         self._placement.refused(self._stage)
-        self.full.add(worker.id)
-        if self._placement.has_choice(self._stage, {*avoid, *self.full}):
-            return
+        self.full.add(refuser.id)
+        return self._placement.has_choice(self._stage, {*avoid, *self.full})
+
+    async def pause(self, error: OverloadedError) -> None:
+        """Until all can be asked again. Raises `error`, the last refusal, when workers have been full for too long."""
         now = asyncio.get_running_loop().time()
         if self._give_up_at is None:
             self._give_up_at = now + self._placement.wait_s

@@ -19,6 +19,9 @@ Make = Callable[..., Any]
 
 def assert_nothing_is_left(cluster: Any, why: str = "") -> None:
     cluster.assert_idle()
+    coroutines = [str(task.get_coro()) for task in asyncio.all_tasks()]
+    owners = ("MediaFeed.", "SharedEncodes.", "Pipeline.", "_release")
+    assert [each for each in coroutines if any(f" {owner}" in each for owner in owners)] == [], why
     for pooled in cluster.pool.workers:
         record = cluster[pooled.id].record
         given_back = {*record.released, *record.aborted}
@@ -92,7 +95,7 @@ async def hold_deliveries(cluster: Any) -> None:
 MOMENTS = {
     "before it starts": (nothing, 0.0, []),
     "it waits for a prefill worker": (lose_prefill, 3.0, []),
-    "prefill is full": (fill_prefill, 3.3, ["E0"]),
+    "prefill is full": (fill_prefill, 3.3, []),
     "it waits for an encode worker": (lose_encode, 3.0, ["P0"]),
     "encode is full": (fill_encode, 3.3, ["P0"]),
     "the encode runs": (nothing, 0.5, ["E0", "P0"]),
