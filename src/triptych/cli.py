@@ -33,6 +33,12 @@ Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or 
 MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt plus answer, in tokens.")]
 MaxInFlight = Annotated[int, typer.Option("--max-in-flight", min=1, help="Requests at once before new ones get 429.")]
 RequestTimeout = Annotated[float, typer.Option("--request-timeout-s", min=0.001, help="A request's deadline, in seconds.")]
+WorkerWait = Annotated[
+    float, typer.Option("--worker-wait-s", min=0.0, help="Seconds that a request waits for a worker that is gone or full.")
+]
+EncodeTimeout = Annotated[
+    float, typer.Option("--encode-timeout-s", min=0.001, help="Seconds until an encode is given to another worker.")
+]
 NumWorkers = Annotated[int | None, typer.Option(min=0, help="How many workers of this stage.")]
 
 
@@ -87,6 +93,8 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_in_flight: MaxInFlight = 256,
     request_timeout_s: RequestTimeout = 600.0,
+    worker_wait_s: WorkerWait = 15.0,
+    encode_timeout_s: EncodeTimeout = 20.0,
     **settings: Any,
 ) -> None:
     """Start a router and the workers of a layout, and serve until Ctrl-C.
@@ -113,6 +121,8 @@ def serve(
         media=sections["media"],
         max_in_flight=max_in_flight,
         request_timeout_s=request_timeout_s,
+        worker_wait_s=worker_wait_s,
+        encode_timeout_s=encode_timeout_s,
     )
     run(ServeOptions(chosen, router, worker_configs(chosen, config, sections)))
 
@@ -156,6 +166,8 @@ def route(
     served_model_name: ServedName = None,
     max_in_flight: MaxInFlight = 256,
     request_timeout_s: RequestTimeout = 600.0,
+    worker_wait_s: WorkerWait = 15.0,
+    encode_timeout_s: EncodeTimeout = 20.0,
     **settings: Any,
 ) -> None:
     """Start the router by hand. Workers that are not named register themselves."""
@@ -177,6 +189,8 @@ def route(
         media=sections["media"],
         max_in_flight=max_in_flight,
         request_timeout_s=request_timeout_s,
+        worker_wait_s=worker_wait_s,
+        encode_timeout_s=encode_timeout_s,
     )
     run_router(options)
 

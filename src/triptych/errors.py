@@ -33,6 +33,7 @@ class FailureReason(StrEnum):
     CORRUPT = "corrupt"  # length or checksum differ from the ticket
     MISMATCH = "mismatch"  # dtype, shape or model differ from what the consumer expects
     BAD_MEDIA = "bad_media"  # the bytes cannot be decoded or do not give the rows their header promised
+    OVERLOADED = "overloaded"  # the producer's queue is full
     INTERNAL = "internal"  # the producer failed
 
     @property

@@ -30,7 +30,7 @@ Conversation = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """`logprobs` has one entry per token if they were asked for. `timing` is in milliseconds by stage (see router/timing.py)."""
+    """`logprobs` has one entry per token if they were asked for. `timing` is in milliseconds by stage, and counts (see router/timing.py)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -78,7 +78,12 @@ class LLM:
         layout = ClusterLayout(((config.role, 1),))
         max_in_flight = 2 * config.scheduler.max_num_seqs
         opening = open_serving(
-            config.model, layout, config.media, max_in_flight=max_in_flight, request_timeout_s=request_timeout_s
+            config.model,
+            layout,
+            config.media,
+            max_in_flight=max_in_flight,
+            request_timeout_s=request_timeout_s,
+            worker_wait_s=0.0,
         )
         serving = await self._resources.enter_async_context(opening)
         serving.pool.join(worker)

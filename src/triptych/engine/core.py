@@ -47,7 +47,7 @@ class EngineCore:
             check_encode(spec, self._config)
             self._check_room(self.scheduler.num_queued_encodes, "encodes")
         except TriptychError as error:
-            reason = FailureReason.BAD_MEDIA if isinstance(error, RequestError) else FailureReason.INTERNAL
+            reason = FailureReason.OVERLOADED if isinstance(error, OverloadedError) else FailureReason.BAD_MEDIA
             self._refusals.append(EncodeFailed(spec.encode_id, spec.key, error.message, reason))
             return
         self.scheduler.add_encode(spec)

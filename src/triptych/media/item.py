@@ -24,3 +24,8 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rows_before(self, position: int) -> int:
         """How many of the item's rows belong to tokens before `position`."""
         return sum(min(max(position - start, 0), length) for start, length in self.runs)
+
+
+def item_name(modality: str, number: int, total: int) -> str:
+    """How a sentence for the client names an item: `picture 2 of 3`."""
+    return f"{'picture' if modality == 'image' else modality} {number} of {total}"

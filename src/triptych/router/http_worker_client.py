@@ -28,7 +28,9 @@ from triptych.worker.protocol import (
 
 CONNECT_TIMEOUT_S = 5.0
 END_TIMEOUT_S = 0.2
-SILENCE_S = 10.0  # the watch stream says something every second
+# The watch stream says something every second. A death ends it at once; silence means that a process is stopped, or its host out of reach, which
+# is rare, while a busy host may hold back several beats: a false loss moves all requests of the worker to others that are as busy.
+SILENCE_S = 10.0
 
 T = TypeVar("T")
 

@@ -1,23 +1,27 @@
 """`MediaFeed`: gets a request's items to the prefill worker where the request is.
 
-    an item:  wanted -> encoding -> delivered (a ticket, or "it is there") -> loaded: the ticket is let go
-                 ^          |             |                                     |
-                 +-- needed: faulty, at most twice again --+-- needed: evicted -+
+    an item:  wanted -> encoding -> has a ticket, or is there -> delivered -> loaded: the ticket is let go
+                 ^          |                                       |
+                 |          +-> faulty: at most twice again         |
+                 +--------------------------- needed again ---------+
                             +-> failed: the worker is told, and fails the request if it cannot do without
 
-A ticket that was not read yet goes with the request when it moves to another prefill worker.
+The encode outlives the stay at a prefill worker: when the request moves to another one, its tickets go with it, and those that are still
+to come follow. Only an item that was to stay at the old worker is encoded again.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from triptych.engine.events import Encoded
+from triptych.config import Stage
+from triptych.engine.events import Encoded, StageTimings
 from triptych.errors import (
     FailureReason,
+    InternalError,
     MediaError,
     OverloadedError,
     RequestError,
@@ -25,31 +29,38 @@ from triptych.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from triptych.media.item import item_name
 from triptych.output import ECTicket
 from triptych.router.metrics import RouterMetrics
-from triptych.router.placement import Placement
+from triptych.router.placement import Backoff, Placement
 from triptych.router.pool import PooledWorker
 from triptych.router.releases import TicketLease
-from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
+from triptych.router.running_request import RunningRequest
+from triptych.router.shared_encodes import Flight, ItemToEncode, SharedEncodes
 from triptych.router.timing import EncodeTimes
 from triptych.worker.protocol import ECDelivery
 
 logger = logging.getLogger(__name__)
 
 MAX_ENCODES = 3  # of one item for one request
+PAUSE_S = 0.5  # before a worker that failed an item is asked for it again, for want of another
 
 
 @dataclass(slots=True)
 class FedItem:
+    """`name` is the client's word for it; empty for the only one. `waits_for`, in words, is for the sentence of a deadline."""
+
     job: ItemToEncode
-    num_encodes: int = 0
+    name: str
+    num_faults: int = 0
+    was_encoded: bool = False
     avoid: set[str] = field(default_factory=set[str])  # encode workers that failed it
     ticket: ECTicket | None = None
     lease: TicketLease | None = None  # as long as there is a ticket
-    delivery: ECDelivery | None = None  # to the worker where the request is now
-    was_redelivered: bool = False
     error: TriptychError | None = None
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None  # has it encoded
+    stays_at: PooledWorker | None = None  # what the task waits for is of no use elsewhere
+    waits_for: str = ""
 
     @property
     def key(self) -> str:
@@ -66,57 +77,74 @@ class FedItem:
         self.ticket = self.lease = None
 
 
-class MediaFeed:
-    """One per request. `on_encoded` hears of each encode once its answer is delivered."""
+@dataclass(slots=True)
+class PrefillCall:
+    """The present call to a prefill worker, and what it was told."""
 
-    def __init__(
-        self,
-        jobs: dict[str, ItemToEncode],
-        encodes: SharedEncodes,
-        placement: Placement,
-        metrics: RouterMetrics,
-        on_encoded: Callable[[EncodeTimes], None],
-    ) -> None:
-        self._call_id = ""  # of the call to the prefill worker where the request is
-        self._items = {key: FedItem(job) for key, job in jobs.items()}
+    worker: PooledWorker
+    id: str
+    told: dict[str, ECDelivery] = field(default_factory=dict[str, ECDelivery])  # by key
+    told_twice: set[str] = field(default_factory=set[str])
+    deliveries: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+
+
+class MediaFeed:
+    """One per request."""
+
+    def __init__(self, request: RunningRequest, encodes: SharedEncodes, placement: Placement, metrics: RouterMetrics) -> None:
+        self._request = request
         self._encodes = encodes
         self._placement = placement
         self._metrics = metrics
-        self._on_encoded = on_encoded
+        self._items = _make_items(request)
+        self._call: PrefillCall | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the items', also of those that were let go
 
     @property
     def tickets(self) -> tuple[ECTicket, ...]:
-        return tuple(item.ticket for item in self._items.values() if item.ticket is not None)
+        """Those that can still be read."""
+        held = [(item.ticket, item.lease) for item in self._items.values()]
+        return tuple(ticket for ticket, lease in held if ticket is not None and lease is not None and lease.is_good)
 
     @property
     def error(self) -> TriptychError | None:
         """Why an item could not be had: more precise than what the prefill worker made of it."""
         return next((item.error for item in self._items.values() if item.error is not None), None)
 
+    @property
+    def waits_for(self) -> str:
+        """What is still to come, in words."""
+        return ", ".join(f"item {item.key[:12]} from {item.waits_for}" for item in self._items.values() if item.is_under_way)
+
+    # --- the request's stay at a prefill worker
+
     @asynccontextmanager
-    async def at(self, prefill: PooledWorker, call_id: str) -> AsyncGenerator[None]:
-        """While inside, items go to `prefill`. What nobody is known to have is encoded without being asked for."""
-        self._call_id = call_id
+    async def at(self, prefill: PooledWorker, call_id: str, *, is_eager: bool) -> AsyncGenerator[None]:
+        """While inside, items go to `prefill`. If `is_eager`, what nobody is known to have is encoded without being asked for."""
+        call = self._call = PrefillCall(prefill, call_id)
         for item in self._items.values():
-            item.delivery, item.was_redelivered = None, False
-            if item.ticket is not None:
-                continue
-            if self._placement.probably_holds(prefill, item.key):
-                self._metrics.encodes.labels("saved").inc()
-            else:
-                item.task = asyncio.create_task(self._supply(item, prefill))
+            self._supply(item, call, is_eager=is_eager)
         try:
             yield
         finally:
-            tasks = [item.task for item in self._items.values() if item.task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._call = None
+            stays = [item.task for item in self._items.values() if item.task is not None and item.stays_at is prefill]
+            await _end([*call.deliveries, *stays])
 
-    def let_go(self) -> None:
-        """Whoever prefills has read the items, or nobody will: their tickets are not needed any more."""
-        for item in self._items.values():
+    def _supply(self, item: FedItem, call: PrefillCall, *, is_eager: bool) -> None:
+        """At the start of a stay: tickets have gone with the request."""
+        reason: FailureReason | None = None
+        if item.lease is not None and not item.lease.is_good:
             item.let_go()
+            reason = FailureReason.PEER_LOST
+        if item.ticket is not None or item.is_under_way:
+            return
+        if item.error is not None:
+            self._tell(call, _failure(call, item))
+        elif self._placement.probably_holds(call.worker, item.key):
+            self._metrics.encodes.labels("saved").inc()
+        elif is_eager:
+            self._want(item, reason)
 
     def arrived(self, key: str, prefill: PooledWorker) -> None:
         """The worker has the rows now: the encode worker need not keep them for us."""
@@ -130,18 +158,32 @@ class MediaFeed:
         for key in self._items:
             self._placement.remember(prefill, key)
 
-    def need(self, key: str, reason: FailureReason, prefill: PooledWorker) -> None:
-        """The worker asks for an item. Raises what is wrong with the item when there is nothing left to try."""
-        item = self._items.get(key)
+    def let_go(self) -> None:
+        """Whoever prefills has read the items, or nobody will: nothing is needed any more."""
+        for item in self._items.values():
+            item.let_go()
+            if item.task is not None:
+                item.task.cancel()
+                item.task = None
+
+    async def close(self) -> None:
+        self.let_go()
+        await _end(self._tasks)
+
+    def need(self, key: str, reason: FailureReason) -> None:
+        """The prefill worker asks for an item. Raises what is wrong with the item when there is nothing left to try."""
+        item, call = self._items.get(key), self._call
+        assert call is not None, "only a prefill worker asks"
         if item is None:
             raise RequestError(f"the prefill worker asks for an item that this request has not got ({key[:12]}).")
         if item.is_under_way:
             return
-        self._placement.forget(prefill, key)
-        if reason == FailureReason.MISSING and item.delivery is not None and not item.was_redelivered:
+        self._placement.forget(call.worker, key)
+        told = call.told.get(key)
+        if reason == FailureReason.MISSING and told is not None and key not in call.told_twice:
             # Question and answer have crossed on their way, or the answer came before the request: a second one does no harm.
-            item.was_redelivered = True
-            item.task = asyncio.create_task(self._deliver(item, item.delivery, prefill))
+            call.told_twice.add(key)
+            self._tell(call, told)
             return
         if item.error is not None:
             raise item.error
@@ -150,65 +192,136 @@ class MediaFeed:
                 item.avoid.add(item.ticket.data.producer)
             item.let_go()
         if reason == FailureReason.EVICTED:
-            item.num_encodes = 0  # no fault: it had to make room, which may happen any number of times
-        item.task = asyncio.create_task(self._supply(item, prefill, reason))
+            item.num_faults = 0  # it had to make room, which may happen any number of times
+        is_fault = item.was_encoded and reason != FailureReason.EVICTED
+        item.num_faults += is_fault
+        self._want(item, reason if is_fault else None)
 
-    async def _supply(self, item: FedItem, prefill: PooledWorker, reason: FailureReason = FailureReason.MISSING) -> None:
-        """Encode and deliver; or tell the worker that the item cannot be had."""
+    # --- an item
+
+    def _want(self, item: FedItem, again_for: FailureReason | None) -> None:
+        task = item.task = asyncio.create_task(self._get(item, again_for))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _get(self, item: FedItem, again_for: FailureReason | None) -> None:
+        """Have the item encoded, and tell the prefill worker; or that it cannot be had."""
         try:
-            if item.error is not None:
-                raise item.error
-            encoded, is_local = await self._encode(item, prefill, reason)
+            encoded, is_local = await self._encode(item, again_for)
         except TriptychError as error:
             item.error = error
-            failure = FailureReason.BAD_MEDIA if error.status < 500 else FailureReason.INTERNAL
-            await self._deliver(item, ECDelivery(self._call_id, item.key, failure=failure, message=str(error)), prefill)
+        except Exception as error:  # the edge of the item's task: a bug must not leave the request waiting
+            logger.exception("item %s met a bug", item.key[:12])
+            item.error = InternalError(f"the router failed: {type(error).__name__}.")
+        else:
+            if self._call is not None:
+                delivery = ECDelivery(self._call.id, item.key, ticket=encoded.ticket)
+                self._tell(self._call, delivery, encoded.timings, is_local=is_local)
             return
-        answered_at = time.perf_counter()
-        await self._deliver(item, ECDelivery(self._call_id, item.key, ticket=encoded.ticket), prefill)
-        self._on_encoded(EncodeTimes(encoded.timings, is_local, transfer_s=time.perf_counter() - answered_at))
+        if self._call is not None:
+            self._tell(self._call, _failure(self._call, item))
 
-    async def _encode(self, item: FedItem, prefill: PooledWorker, reason: FailureReason) -> tuple[Encoded, bool]:
-        """One worker after another, until one has it, and whether that is the prefill worker itself. `reason` is why it is wanted."""
-        while item.num_encodes < MAX_ENCODES:
-            flight = self._encodes.join(item.job, prefill, item.avoid)
-            if item.num_encodes:
-                self._metrics.encode_retries.labels(reason).inc()
-            item.num_encodes += 1
+    async def _encode(self, item: FedItem, again_for: FailureReason | None) -> tuple[Encoded, bool]:
+        """One worker after another, until one has it; and whether that is the prefill worker itself. `again_for` is why it is not the first time."""
+        backoff, failure = Backoff(self._placement, Stage.ENCODE), again_for or FailureReason.MISSING
+        while item.num_faults < MAX_ENCODES:
+            flight = await self._find_flight(item, backoff)
+            if again_for is not None:
+                self._count_retry(flight, again_for)
+                again_for = None
+            is_known = False
             try:
-                event = await self._encodes.wait(flight)
+                event = await self._encodes.wait(flight, item.avoid)
+            except OverloadedError as error:
+                if not backoff.has_next(flight.worker, item.avoid):
+                    item.waits_for = f"{flight.worker.id}, which is full"
+                    await backoff.pause(error)
+                continue
             except WorkerLostError:
-                reason = FailureReason.PEER_LOST
-            except OverloadedError:
-                if item.num_encodes == MAX_ENCODES:
-                    raise
-                reason = FailureReason.TIMEOUT
+                is_known = flight.worker.id in item.avoid  # the prefill worker, say, has seen it die before us
+                failure = FailureReason.PEER_LOST
+            except (InternalError, UnavailableError) as error:
+                logger.warning("worker %s failed item %s: %s", flight.worker.id, item.key[:12], error)
+                failure = FailureReason.INTERNAL
             else:
                 if isinstance(event, Encoded):
+                    item.was_encoded = True
                     if event.ticket is not None:
                         item.ticket, item.lease = event.ticket, flight.lease
-                    return event, flight.worker is prefill
-                reason = event.reason
-                if not reason.is_retryable:
-                    raise self._refused(event.message, reason)
+                    return event, flight.will_stay
+                failure = event.reason
+                if not failure.is_retryable:
+                    raise self._refused(item, event.message, failure)
+            again_for = failure
+            item.num_faults += not is_known
             item.avoid.add(flight.worker.id)
-        raise self._unavailable(item, reason)
+            if flight.worker.is_ready and not self._placement.has_choice(Stage.ENCODE, item.avoid):
+                await asyncio.sleep(PAUSE_S)
+        message = f"item {item.key[:12]} could not be had after {item.num_faults} attempts"
+        raise UnavailableError(message, type="ec_unavailable", stage="encode", reason=failure)
 
-    async def _deliver(self, item: FedItem, delivery: ECDelivery, prefill: PooledWorker) -> None:
-        item.delivery = delivery
+    async def _find_flight(self, item: FedItem, backoff: Backoff) -> Flight:
+        item.stays_at, item.waits_for = None, "an encode worker"
+
+        def join() -> Flight:
+            prefill = self._call.worker if self._call is not None else None
+            return self._encodes.join(item.job, prefill, item.avoid | backoff.full)
+
+        flight = await self._placement.when_there(join)
+        item.stays_at, item.waits_for = flight.worker if flight.will_stay else None, flight.worker.id
+        return flight
+
+    def _count_retry(self, flight: Flight, reason: FailureReason) -> None:
+        """In the request's timing each, in the metrics once for all who share the encode."""
+        self._request.stopwatch.num_encode_retries += 1
+        if flight.is_new:
+            self._metrics.encode_retries.labels(reason).inc()
+
+    def _refused(self, item: FedItem, message: str, reason: FailureReason) -> TriptychError:
+        if reason == FailureReason.BAD_MEDIA:
+            return MediaError(f"{item.name}: {message}" if item.name else message)
+        return UnavailableError(message, type="ec_unavailable", stage="encode", reason=reason)
+
+    # --- deliveries
+
+    def _tell(
+        self, call: PrefillCall, delivery: ECDelivery, timings: StageTimings | None = None, *, is_local: bool = False
+    ) -> None:
+        call.told[delivery.key] = delivery
+        task = asyncio.create_task(self._deliver(call, delivery, timings, is_local))
+        call.deliveries.add(task)
+        task.add_done_callback(call.deliveries.discard)
+
+    async def _deliver(self, call: PrefillCall, delivery: ECDelivery, timings: StageTimings | None, is_local: bool) -> None:
+        answered_at = time.perf_counter()
         try:
-            await prefill.client.deliver(delivery)
+            await call.worker.client.deliver(delivery)
         except WorkerLostError:
-            pass  # whoever reads the request's stream there learns of it
+            return  # whoever reads the request's stream there learns of it
         except TriptychError as error:
             # The worker's own wait for the item has a deadline, which ends the request.
-            logger.error("worker %s refused the delivery of item %s: %s", prefill.id, item.key[:12], error)
+            logger.error("worker %s refused the delivery of item %s: %s", call.worker.id, delivery.key[:12], error)
+        if timings is not None:
+            self._request.stopwatch.add_encode(EncodeTimes(timings, is_local, transfer_s=time.perf_counter() - answered_at))
 
-    def _refused(self, message: str, reason: FailureReason) -> TriptychError:
-        if reason == FailureReason.BAD_MEDIA:
-            return MediaError(message)
-        return UnavailableError(message, type="ec_unavailable", stage="encode", reason=reason)
 
-    def _unavailable(self, item: FedItem, reason: FailureReason) -> UnavailableError:
-        message = f"item {item.key[:12]} could not be had after {item.num_encodes} encodes"
-        return UnavailableError(message, type="ec_unavailable", stage="encode", reason=reason)
+def _make_items(request: RunningRequest) -> dict[str, FedItem]:
+    """One for each key; the same picture again has the first one's name."""
+    job, items = request.job, dict[str, FedItem]()
+    total = len(job.items)
+    for number, item in enumerate(job.items, 1):
+        name = item_name(item.modality, number, total) if total > 1 else ""
+        items.setdefault(item.key, FedItem(ItemToEncode(item, job.media[item.key]), name))
+    return items
+
+
+def _failure(call: PrefillCall, item: FedItem) -> ECDelivery:
+    reason = FailureReason.BAD_MEDIA if isinstance(item.error, RequestError) else FailureReason.INTERNAL
+    return ECDelivery(call.id, item.key, failure=reason, message=str(item.error))
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

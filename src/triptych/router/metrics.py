@@ -39,6 +39,18 @@ class RouterMetrics:
             ("reason",),
             registry=self.registry,
         )
+        self.worker_waits = Counter(
+            "triptych_worker_waits",
+            "Waits for a worker of a stage that had none, by stage.",
+            ("stage",),
+            registry=self.registry,
+        )
+        self.refusals = Counter(
+            "triptych_worker_refusals",
+            "Calls that a worker refused because it was full, by stage.",
+            ("stage",),
+            registry=self.registry,
+        )
         self.in_flight = Gauge("triptych_requests_in_flight", "Requests under way.", registry=self.registry)
         self.workers = Gauge("triptych_workers", "Workers, by role and state.", ("role", "state"), registry=self.registry)
         self.lost_workers = Counter("triptych_workers_lost", "Workers lost, by role.", ("role",), registry=self.registry)

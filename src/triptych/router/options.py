@@ -19,6 +19,8 @@ class RouterOptions:
     media: MediaConfig = field(default_factory=MediaConfig)
     max_in_flight: int = 256
     request_timeout_s: float = 600.0
+    worker_wait_s: float = 15.0
+    encode_timeout_s: float = 20.0
 
     @property
     def max_body_nbytes(self) -> int:

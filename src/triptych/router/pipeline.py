@@ -17,6 +17,7 @@ from triptych.config import Stage
 from triptych.engine.events import ECLoaded, ECNeeded, Failed, Finished, GenerateEvent, HandedOver, NewTokens
 from triptych.errors import (
     DeadlineError,
+    FailureReason,
     InternalError,
     OverloadedError,
     TriptychError,
@@ -26,11 +27,11 @@ from triptych.errors import (
 from triptych.output import KVTicket
 from triptych.router.media_feed import MediaFeed
 from triptych.router.metrics import RouterMetrics
-from triptych.router.placement import Placement
+from triptych.router.placement import Backoff, Placement
 from triptych.router.pool import PooledWorker, WorkerPool
 from triptych.router.releases import Releases
 from triptych.router.running_request import GenerateJob, RunningRequest
-from triptych.router.shared_encodes import ItemToEncode, SharedEncodes
+from triptych.router.shared_encodes import SharedEncodes
 from triptych.router.timing import Stopwatch
 from triptych.router.worker_client import error_from_event
 from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransferParams
@@ -38,7 +39,7 @@ from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransf
 logger = logging.getLogger(__name__)
 
 MAX_REPLAYS = 3
-RETRY_AFTER_S = 1.0
+SHORTEST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 1.0, 30.0
 
 
 class _ReplayError(Exception):
@@ -51,6 +52,14 @@ class _ReplayError(Exception):
         self.reason = reason
 
 
+class _RefusedError(Exception):
+    """The worker is full: nothing has happened, and the same call can go elsewhere, or there a little later."""
+
+    def __init__(self, error: OverloadedError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Pipeline:
     def __init__(
         self,
@@ -60,15 +69,17 @@ class Pipeline:
         *,
         max_in_flight: int = 512,
         request_timeout_s: float = 600.0,
+        encode_timeout_s: float = 20.0,
     ) -> None:
         self._pool = pool
         self._placement = placement
         self._metrics = metrics
         self._releases = Releases()
-        self._encodes = SharedEncodes(pool, placement, self._releases, metrics)
+        self._encodes = SharedEncodes(pool, placement, self._releases, metrics, encode_timeout_s)
         self._max_in_flight = max_in_flight
         self._request_timeout_s = request_timeout_s
         self._num_admitted = 0
+        self._mean_stay_s = 0.0  # of the requests that have ended lately
         self._running: dict[RunningRequest, asyncio.Task[None]] = {}
         self._is_stopping = False
 
@@ -86,8 +97,10 @@ class Pipeline:
         if self._is_stopping:
             raise _stopping_error()
         if self._num_admitted >= self._max_in_flight:
-            message = f"{self._num_admitted} requests are under way, as many as are allowed; try again in {RETRY_AFTER_S:g} s."
-            raise OverloadedError(message, retry_after_s=RETRY_AFTER_S)
+            wait_s = self._retry_after_s
+            message = f"{self._num_admitted} requests are under way, as many as are allowed; try again in {wait_s:.0f} s."
+            raise OverloadedError(message, retry_after_s=wait_s)
+        started_at = asyncio.get_running_loop().time()
         self._num_admitted += 1
         self._metrics.in_flight.set(self._num_admitted)
         try:
@@ -95,6 +108,13 @@ class Pipeline:
         finally:
             self._num_admitted -= 1
             self._metrics.in_flight.set(self._num_admitted)
+            stay_s = asyncio.get_running_loop().time() - started_at
+            self._mean_stay_s += (stay_s - self._mean_stay_s) / 8
+
+    @property
+    def _retry_after_s(self) -> float:
+        """On average, whoever is here is halfway."""
+        return min(max(self._mean_stay_s / 2, SHORTEST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
 
     @asynccontextmanager
     async def run(self, job: GenerateJob, stopwatch: Stopwatch) -> AsyncGenerator[RunningRequest]:
@@ -123,51 +143,82 @@ class Pipeline:
 
     async def _lead_to_its_end(self, request: RunningRequest) -> None:
         """Exactly one of `finish` and `fail`, whatever happens, unless nobody listens any more."""
-        feed = self._make_feed(request)
+        feed = MediaFeed(request, self._encodes, self._placement, self._metrics)
         try:
             async with asyncio.timeout(self._request_timeout_s - request.stopwatch.elapsed_s):
                 request.finish(await self._lead(request, feed))
         except TimeoutError:
-            message = f"the request did not end within {self._request_timeout_s:g} s; it was waiting for {request.waits_for}."
+            waits = f"{request.waits_for} ({feed.waits_for})" if feed.waits_for else request.waits_for
+            message = f"the request did not end within {self._request_timeout_s:g} s; it was waiting for {waits}."
             request.fail(DeadlineError(message))
         except TriptychError as error:
+            if error.status >= 500:
+                logger.error("request %s ends: %s", request.job.request_id, error)
             request.fail(error)
         except Exception as error:  # the edge of the request's task: a bug must not leave the client waiting
             logger.exception("request %s met a bug", request.job.request_id)
             request.fail(InternalError(f"the router failed: {type(error).__name__}."))
         finally:
-            feed.let_go()
+            await feed.close()
 
     async def _lead(self, request: RunningRequest, feed: MediaFeed) -> str:
         """Prefill and decode until it has finished; again from the prompt and the tokens so far when a worker fails. The finish reason."""
         avoid: set[str] = set()
         for replays_left in reversed(range(MAX_REPLAYS + 1)):
             try:
-                outcome = await self._prefill(request, feed, avoid)
-                return outcome if isinstance(outcome, str) else await self._decode(request, *outcome, avoid)
+                with ExitStack() as kv:  # its callbacks give back the KV that is kept for the decode worker
+                    outcome = await self._prefill(request, feed, avoid, kv)
+                    return outcome if isinstance(outcome, str) else await self._decode(request, *outcome, avoid, kv)
             except _ReplayError as replay:
                 if request.num_generated_tokens >= request.job.sampling.max_tokens:
                     return "length"  # all that was lost is the news that it had finished
                 avoid.add(replay.worker.id)
-                if not replays_left or (replay.reason == "overloaded" and self._placement.is_exhausted(avoid)):
+                if not replays_left:
                     raise replay.error from None
+                request.stopwatch.num_replays += 1
                 self._metrics.replays.labels(replay.reason).inc()
                 logger.warning("request %s is prefilled again: %s", request.job.request_id, replay)
         raise AssertionError("the last replay raises or returns")
 
-    async def _prefill(self, request: RunningRequest, feed: MediaFeed, avoid: set[str]) -> str | tuple[KVTicket, PooledWorker]:
-        """Items go to the worker while it computes what stands before them. The finish reason, or the KV and who has it."""
-        items = request.job.items
-        worker = self._placement.pick_prefill(len(request.token_ids), items, avoid)
-        kv = KVTransferParams(do_remote_decode=not worker.can(Stage.DECODE))
-        message = _make_message(request, ECTransferParams(items, feed.tickets), kv)
+    async def _prefill(
+        self, request: RunningRequest, feed: MediaFeed, avoid: set[str], kv: ExitStack
+    ) -> str | tuple[KVTicket, PooledWorker]:
+        """At a worker that has room. The finish reason, or the KV and who has it."""
+        backoff = Backoff(self._placement, Stage.PREFILL)
+
+        def pick() -> PooledWorker:
+            return self._placement.pick_prefill(len(request.token_ids), request.job.items, avoid | backoff.full)
+
+        while True:
+            request.waits_for = "a prefill worker"
+            worker = await self._placement.when_there(pick)
+            try:
+                return await self._prefill_at(worker, request, feed, kv, is_eager=not backoff.has_paused)
+            except _RefusedError as refusal:
+                kv.pop_all()
+                if not backoff.has_next(worker, avoid):
+                    request.waits_for = f"prefill at {worker.id}, which is full"
+                    feed.let_go()  # its encodes would keep those waiting that have found room
+                    await backoff.pause(refusal.error)
+
+    async def _prefill_at(
+        self, worker: PooledWorker, request: RunningRequest, feed: MediaFeed, kv: ExitStack, *, is_eager: bool
+    ) -> str | tuple[KVTicket, PooledWorker]:
+        """Items go to the worker while it computes what stands before them."""
+        hands_over = not worker.can(Stage.DECODE)
+        message = _make_message(
+            request, ECTransferParams(request.job.items, feed.tickets), KVTransferParams(do_remote_decode=hands_over)
+        )
         request.waits_for = f"prefill at {worker.id}"
-        async with feed.at(worker, message.request_id), aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
+        if hands_over:  # from now on: the client may leave while the ticket is on its way
+            kv.callback(self._releases.send, worker, message.request_id)
+        stay = feed.at(worker, message.request_id, is_eager=is_eager)
+        async with stay, aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
             async for event in events:
                 match event:
                     case ECNeeded():
                         request.waits_for = f"item {event.key[:12]}, which {worker.id} needs ({event.reason})"
-                        feed.need(event.key, event.reason, worker)
+                        feed.need(event.key, event.reason)
                     case ECLoaded():
                         feed.arrived(event.key, worker)
                     case NewTokens():
@@ -175,38 +226,60 @@ class Pipeline:
                         request.add(event.tokens)
                         feed.let_go()
                     case Failed():
-                        raise _judge(event, worker, Stage.PREFILL, feed.error)
-                    case Finished() | HandedOver():
+                        kv.pop_all()
+                        raise _judge_prefill(event, worker, feed)
+                    case Finished():
+                        kv.pop_all()
                         feed.read_by(worker)
-                        return event.reason if isinstance(event, Finished) else (event.ticket, worker)
+                        return event.reason
+                    case HandedOver():
+                        feed.read_by(worker)
+                        return event.ticket, worker
         raise _silent(worker)
 
-    async def _decode(self, request: RunningRequest, ticket: KVTicket, prefill: PooledWorker, avoid: set[str]) -> str:
-        """Tokens from where prefill stopped. Its KV is released with the first of them, or when this ends without. The finish reason."""
-        with ExitStack() as kv:
-            kv.callback(self._releases.send, prefill, ticket.request_id)
-            worker = self._placement.pick_decode(avoid)
-            message = _make_message(request, ECTransferParams(request.job.items), KVTransferParams(ticket=ticket))
+    async def _decode(
+        self, request: RunningRequest, ticket: KVTicket, prefill: PooledWorker, avoid: set[str], kv: ExitStack
+    ) -> str:
+        """At a worker that has room. The finish reason."""
+        backoff = Backoff(self._placement, Stage.DECODE)
+
+        def pick() -> PooledWorker:
+            return self._placement.pick_decode(avoid | backoff.full)
+
+        while True:
+            request.waits_for = "a decode worker"
+            worker = await self._placement.when_there(pick)
             request.waits_for = f"the KV from {prefill.id} at {worker.id}"
-            async with aclosing(self._events(request, worker, Stage.DECODE, message)) as events:
-                async for event in events:
-                    match event:
-                        case NewTokens():
-                            request.waits_for = f"tokens from {worker.id}"
-                            request.add(event.tokens)
-                            kv.close()
-                        case Finished():
-                            return event.reason
-                        case Failed():
-                            raise _judge(event, worker, Stage.DECODE, None)
-                        case ECNeeded() | ECLoaded() | HandedOver():
-                            raise InternalError(f"worker {worker.id} answered a decode with {type(event).__name__}.")
-            raise _silent(worker)
+            try:
+                return await self._decode_at(worker, request, ticket, kv)
+            except _RefusedError as refusal:
+                if not backoff.has_next(worker, avoid):
+                    request.waits_for = f"decode at {worker.id}, which is full"
+                    await backoff.pause(refusal.error)
+
+    async def _decode_at(self, worker: PooledWorker, request: RunningRequest, ticket: KVTicket, kv: ExitStack) -> str:
+        """Tokens from where prefill stopped. Its KV is given back with the first of them."""
+        message = _make_message(request, ECTransferParams(request.job.items), KVTransferParams(ticket=ticket))
+        async with aclosing(self._events(request, worker, Stage.DECODE, message)) as events:
+            async for event in events:
+                match event:
+                    case NewTokens():
+                        request.waits_for = f"tokens from {worker.id}"
+                        request.add(event.tokens)
+                        kv.close()
+                    case Finished():
+                        return event.reason
+                    case Failed():
+                        raise _judge(event, worker, Stage.DECODE)
+                    case ECNeeded() | ECLoaded() | HandedOver():
+                        raise InternalError(f"worker {worker.id} answered a decode with {type(event).__name__}.")
+        raise _silent(worker)
 
     async def _events(
         self, request: RunningRequest, worker: PooledWorker, stage: Stage, message: GenerateRequest
     ) -> AsyncGenerator[GenerateEvent]:
-        """The worker's events, timed; raises `_ReplayError` when it is lost or full. Closing it aborts the request there."""
+        """The worker's events, timed; raises `_ReplayError` when it is lost, `_RefusedError` when it is full. Closing it aborts the
+        request there."""
         stay = request.stopwatch.begin(is_prefill=stage == Stage.PREFILL)
         num_tokens = len(message.token_ids)
         self._placement.begin(worker, stage, num_tokens)
@@ -215,20 +288,17 @@ class Pipeline:
                 async for event in events:
                     if isinstance(event, Finished | HandedOver):
                         stay.reported = event.timings
+                    if isinstance(event, Failed):
+                        _raise_if_gone_or_full(event)
                     yield event
         except WorkerLostError as error:
             self._pool.lose(worker, str(error))
             raise _ReplayError(_lost_error(worker, stage), worker, "worker_lost") from None
         except OverloadedError as error:
-            raise _ReplayError(error, worker, "overloaded") from None
+            raise _RefusedError(error) from None
         finally:
             request.stopwatch.end(stay)
             self._placement.end(worker, stage, num_tokens)
-
-    def _make_feed(self, request: RunningRequest) -> MediaFeed:
-        job = request.job
-        jobs = {item.key: ItemToEncode(item, job.media[item.key]) for item in job.items}
-        return MediaFeed(jobs, self._encodes, self._placement, self._metrics, on_encoded=request.stopwatch.add_encode)
 
 
 def _make_message(request: RunningRequest, ec: ECTransferParams, kv: KVTransferParams) -> GenerateRequest:
@@ -244,10 +314,28 @@ def _make_message(request: RunningRequest, ec: ECTransferParams, kv: KVTransferP
     )
 
 
-def _judge(event: Failed, worker: PooledWorker, stage: Stage, item_error: TriptychError | None) -> Exception:
-    """What a worker's `Failed` means. If an item could not be had, nothing else went wrong, and the feed knows best why."""
-    if item_error is not None:
-        return item_error
+def _raise_if_gone_or_full(event: Failed) -> None:
+    """A worker speaks of itself here, and not of the request."""
+    if event.type == WorkerLostError.type:
+        raise WorkerLostError(event.message)
+    if event.status == OverloadedError.status:
+        raise OverloadedError(event.message)
+
+
+def _judge_prefill(event: Failed, worker: PooledWorker, feed: MediaFeed) -> Exception:
+    """If an item could not be had, nothing else went wrong, and the feed knows best why."""
+    is_for_item = event.type == "ec_unavailable" or event.reason == FailureReason.BAD_MEDIA
+    if is_for_item and feed.error is not None:
+        return feed.error
+    if is_for_item and event.reason == FailureReason.TIMEOUT and feed.waits_for:
+        # Another prefill worker would wait for the same encode.
+        message = f"{event.message.rstrip('.')}; still to come: {feed.waits_for}"
+        return UnavailableError(message, type=event.type, stage="encode", reason=event.reason)
+    return _judge(event, worker, Stage.PREFILL)
+
+
+def _judge(event: Failed, worker: PooledWorker, stage: Stage) -> Exception:
+    """What a worker's `Failed` means."""
     error = error_from_event(event, stage.name.lower())
     if event.reason is not None and event.reason.is_retryable:
         return _ReplayError(error, worker, event.reason)

@@ -3,51 +3,76 @@
 An item that a worker probably holds costs nothing there. That knowledge is a hint, taken from what was sent where: when it
 is wrong, the worker says so (`ec_needed`) and the item is encoded again. Between equals the one whose last work is longest ago is
 taken, so the spread is even over time and not only at each instant.
+
+A stage whose workers are all gone, or all full, is waited for: a worker that died is started again within seconds.
 """
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
 
 from triptych.config import Stage
-from triptych.errors import UnavailableError
+from triptych.errors import OverloadedError, UnavailableError
 from triptych.media.item import MediaItem
+from triptych.router.metrics import RouterMetrics
 from triptych.router.pool import PooledWorker, WorkerPool
 
 MAX_HINTS = 4096  # keys remembered per worker
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before full workers are asked again
 
 UNAVAILABLE_TYPES = {Stage.ENCODE: "ec_unavailable", Stage.PREFILL: "worker_unavailable", Stage.DECODE: "worker_unavailable"}
 
+T = TypeVar("T")
+
 
 class Placement:
-    def __init__(self, pool: WorkerPool) -> None:
+    """`wait_s` bounds the wait for a stage that has no worker, or only full ones; with 0 both are errors at once."""
+
+    def __init__(self, pool: WorkerPool, metrics: RouterMetrics | None = None, *, wait_s: float = 15.0) -> None:
         self._pool = pool
+        self._metrics = metrics or RouterMetrics()
+        self.wait_s = wait_s
         self._held: dict[str, OrderedDict[str, None]] = {}  # worker id -> keys, oldest first
         self._num_placed = 0
 
-    def pick_encode(self, item: MediaItem, prefill: PooledWorker, avoid: Collection[str] = ()) -> PooledWorker:
+    def pick_encode(self, item: MediaItem, prefill: PooledWorker | None, avoid: Collection[str] = ()) -> PooledWorker:
         """The prefill worker itself where it has the tower: nothing has to move then."""
-        if prefill.can(Stage.ENCODE) and prefill.is_ready and prefill.id not in avoid:
+        if prefill is not None and prefill.can(Stage.ENCODE) and prefill.is_ready and prefill.id not in avoid:
             return prefill
-        return self._pick(Stage.ENCODE, self._pool.ready(Stage.ENCODE), avoid, (item,))
+        return self._pick(Stage.ENCODE, avoid, (item,))
 
     def pick_prefill(self, num_tokens: int, items: Iterable[MediaItem], avoid: Collection[str] = ()) -> PooledWorker:
         """One that decodes, too, or any where somebody takes its KV."""
-        ready = self._pool.ready(Stage.PREFILL)
-        if not any(worker.role.takes_kv for worker in self._pool.workers):
-            if ready and not any(worker.can(Stage.DECODE) for worker in ready):
-                raise _no_worker(Stage.DECODE)  # what is missing is not the stage that is asked for
-            ready = [worker for worker in ready if worker.can(Stage.DECODE)]
-        return self._pick(Stage.PREFILL, ready, avoid, tuple(items), num_tokens)
+        if self._pool.ready(Stage.PREFILL) and not self._pool.ready(Stage.DECODE):
+            raise _no_worker(Stage.DECODE)  # what is missing is not the stage that is asked for
+        return self._pick(Stage.PREFILL, avoid, tuple(items), num_tokens)
 
     def pick_decode(self, avoid: Collection[str] = ()) -> PooledWorker:
-        return self._pick(Stage.DECODE, [worker for worker in self._pool.workers if worker.role.takes_kv], avoid)
+        return self._pick(Stage.DECODE, avoid)
 
-    def is_exhausted(self, avoid: Collection[str]) -> bool:
-        """Whether a stage has no ready worker but those to be avoided."""
-        return any(
-            not [worker for worker in self._pool.ready(stage) if worker.id not in avoid]
-            for stage in (Stage.PREFILL, Stage.DECODE)
-        )
+    def has_choice(self, stage: Stage, avoid: Collection[str]) -> bool:
+        """Whether the next pick can be a worker that need not be avoided."""
+        return any(worker.id not in avoid for worker in self._candidates(stage))
+
+    async def when_there(self, pick: Callable[[], T]) -> T:
+        """What `pick` gives, as soon as the stage that it lacks has a worker. Raises its `UnavailableError` when that takes longer
+        than `wait_s`, and at once for a stage that nobody has promised."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self.wait_s
+        waited_for: set[Stage] = set()
+        while True:
+            try:
+                return pick()
+            except UnavailableError as error:
+                stage = Stage[error.stage.upper()]
+                left_s = give_up_at - loop.time()
+                if left_s <= 0 or not self._pool.promises(stage):
+                    raise
+            if stage not in waited_for:
+                waited_for.add(stage)
+                self._metrics.worker_waits.labels(stage.name.lower()).inc()
+            await asyncio.wait({self._pool.next_join()}, timeout=left_s)
 
     def begin(self, worker: PooledWorker, stage: Stage, amount: int) -> None:
         """Count `amount` as outstanding at the worker, at once when it was picked: the next pick must see it."""
@@ -57,6 +82,9 @@ class Placement:
 
     def end(self, worker: PooledWorker, stage: Stage, amount: int) -> None:
         worker.outstanding[stage] -= amount
+
+    def refused(self, stage: Stage) -> None:
+        self._metrics.refusals.labels(stage.name.lower()).inc()
 
     def remember(self, worker: PooledWorker, key: str) -> None:
         """The worker holds the item now."""
@@ -75,18 +103,59 @@ class Placement:
     def probably_holds(self, worker: PooledWorker, key: str) -> bool:
         return key in self._held.get(worker.id, ())
 
-    def _pick(
-        self, stage: Stage, ready: list[PooledWorker], avoid: Collection[str], items: tuple[MediaItem, ...] = (), cost: int = 0
-    ) -> PooledWorker:
-        if not ready:
-            raise _no_worker(stage)
-        choices = [worker for worker in ready if worker.id not in avoid] or ready
+    def _candidates(self, stage: Stage) -> list[PooledWorker]:
+        """Ready workers that can do a request's next stage and lead it on from there."""
+        ready = self._pool.ready(stage)
+        if stage == Stage.DECODE:
+            return [worker for worker in ready if worker.role.takes_kv]
+        if stage == Stage.PREFILL and not self._candidates(Stage.DECODE):
+            return [worker for worker in ready if worker.can(Stage.DECODE)]
+        return ready
 
-        def load(worker: PooledWorker) -> tuple[int, int]:
+    def _pick(self, stage: Stage, avoid: Collection[str], items: tuple[MediaItem, ...] = (), cost: int = 0) -> PooledWorker:
+        now = asyncio.get_running_loop().time()
+
+        def order(worker: PooledWorker) -> tuple[bool, bool, int, int]:
+            is_suspect = stage == Stage.ENCODE and worker.suspect_until > now
             missing = sum(item.num_rows for item in items if not self.probably_holds(worker, item.key))
-            return sum(worker.outstanding.values()) + cost + missing, worker.last_placed[stage]
+            load = sum(worker.outstanding.values()) + cost + missing
+            return worker.id in avoid, is_suspect, load, worker.last_placed[stage]
 
-        return min(choices, key=load)
+        candidates = self._candidates(stage)
+        if not candidates:
+            raise _no_worker(stage)
+        return min(candidates, key=order)
+
+
+class Backoff:
+    """Of one piece of work that workers refuse because they are full: the next one is asked, and when all are full, all again after a while."""
+
+    def __init__(self, placement: Placement, stage: Stage) -> None:
+        self._placement = placement
+        self._stage = stage
+        self._give_up_at: float | None = None
+        self.full: set[str] = set()  # worker ids, to be avoided in the next pick
+
+    @property
+    def has_paused(self) -> bool:
+        return self._give_up_at is not None
+
+    def has_next(self, refuser: PooledWorker, avoid: Collection[str]) -> bool:
+        """Whether, after a refusal, there is another worker to be asked."""
+        self._placement.refused(self._stage)
+        self.full.add(refuser.id)
+        return self._placement.has_choice(self._stage, {*avoid, *self.full})
+
+    async def pause(self, error: OverloadedError) -> None:
+        """Until all can be asked again. Raises `error`, the last refusal, when workers have been full for too long."""
+        now = asyncio.get_running_loop().time()
+        if self._give_up_at is None:
+            self._give_up_at = now + self._placement.wait_s
+        pause_s = min(max(error.retry_after_s, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+        if now + pause_s > self._give_up_at:
+            raise error
+        self.full.clear()
+        await asyncio.sleep(pause_s)
 
 
 def _no_worker(stage: Stage) -> UnavailableError:

@@ -32,6 +32,7 @@ class PooledWorker:
         self.last_placed: dict[Stage, int] = dict.fromkeys(Stage, 0)  # counts placements of the whole router
         self.why_lost = ""
         self.left = asyncio.Event()  # set when it is lost
+        self.suspect_until = 0.0  # by the loop's clock: an encode here took too long, others come first
         self._scopes: set[asyncio.Timeout] = set()
 
     @property
@@ -73,7 +74,7 @@ class PooledWorker:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What every worker that a request may meet can hold. Without workers: no limit, since nothing will be served anyway."""
+    """What every worker that a request may meet can hold. Where all are gone for the moment, what they could hold."""
 
     max_model_len: int
     kv_cache_tokens: int
@@ -81,6 +82,7 @@ class PoolLimits:
 
 
 NO_LIMIT = 2**62
+UNLIMITED = PoolLimits(NO_LIMIT, NO_LIMIT, NO_LIMIT)
 
 
 class WorkerPool:
@@ -93,6 +95,9 @@ class WorkerPool:
         self._on_lost = on_lost
         self._workers: dict[str, PooledWorker] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._seen_stages: set[Stage] = set()
+        self._last_limits = UNLIMITED
+        self._next_join: asyncio.Future[None] | None = None
 
     @property
     def workers(self) -> tuple[PooledWorker, ...]:
@@ -112,10 +117,22 @@ class WorkerPool:
         with_kv = [worker.info for worker in self.workers if worker.can(Stage.PREFILL) or worker.can(Stage.DECODE)]
         with_rows = [worker.info for worker in self.workers if worker.can(Stage.ENCODE) or worker.can(Stage.PREFILL)]
         return PoolLimits(
-            max_model_len=min((info.max_model_len for info in with_kv), default=NO_LIMIT),
-            kv_cache_tokens=min((info.kv_cache_tokens for info in with_kv), default=NO_LIMIT),
-            encoder_cache_rows=min((info.encoder_cache_rows for info in with_rows), default=NO_LIMIT),
+            max_model_len=min((info.max_model_len for info in with_kv), default=self._last_limits.max_model_len),
+            kv_cache_tokens=min((info.kv_cache_tokens for info in with_kv), default=self._last_limits.kv_cache_tokens),
+            encoder_cache_rows=min((info.encoder_cache_rows for info in with_rows), default=self._last_limits.encoder_cache_rows),
         )
+
+    def promises(self, stage: Stage) -> bool:
+        """Whether a worker for the stage may be expected: by the layout; without one for P and D, and for E if one has been there."""
+        if stage != Stage.ENCODE:
+            return True
+        return self._layout.takes_media if self._layout is not None else stage in self._seen_stages
+
+    def next_join(self) -> asyncio.Future[None]:
+        """Done when another worker has joined. It is everybody's: wait for it by `asyncio.wait`, which does not cancel it."""
+        if self._next_join is None or self._next_join.done():
+            self._next_join = asyncio.get_running_loop().create_future()
+        return self._next_join
 
     def missing_stages(self) -> tuple[Stage, ...]:
         """Stages of the layout that no worker serves now."""
@@ -138,6 +155,8 @@ class WorkerPool:
                 raise ConfigError(message)
         self._workers[worker.id] = worker
         self._watches[worker.id] = asyncio.create_task(self._watch(worker), name=f"watch {worker.id}")
+        self._seen_stages |= worker.role.stages
+        self.next_join().set_result(None)
         logger.info("worker %s joined with role %s", worker.id, worker.role)
         return worker
 
@@ -150,6 +169,7 @@ class WorkerPool:
         if not worker.is_ready:
             return
         logger.warning("worker %s is lost: %s", worker.id, why)
+        self._last_limits = self.limits()
         worker.lose(why)
         if self._workers.get(worker.id) is worker:
             del self._workers[worker.id]

@@ -1,6 +1,6 @@
 """OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
 
-Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority` in, `timing` out (milliseconds by stage; see timing.py).
+Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority` in, `timing` out (milliseconds by stage, and counts; see timing.py).
 """
 
 from collections.abc import Mapping
@@ -278,7 +278,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage
-    timing: dict[str, float]
+    timing: dict[str, float | int]
 
 
 class Delta(BaseModel):
@@ -300,7 +300,7 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
-    timing: dict[str, float] | None = None
+    timing: dict[str, float | int] | None = None
 
 
 class ModelCard(BaseModel):

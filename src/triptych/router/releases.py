@@ -13,6 +13,7 @@ from triptych.router.pool import PooledWorker
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
+DRAIN_S = 1.0
 
 
 class Releases:
@@ -28,8 +29,9 @@ class Releases:
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
-        """Until all have arrived, or have been given up."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Until all have arrived; a worker that does not answer holds nobody up for long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=DRAIN_S)
 
 
 async def _release(worker: PooledWorker, id: str) -> None:
@@ -49,6 +51,11 @@ class TicketLease:
         self._encode_id = encode_id
         self._num_holders = 0
         self._is_void = False
+
+    @property
+    def is_good(self) -> bool:
+        """A worker that is gone keeps nothing."""
+        return self._worker.is_ready
 
     def void(self) -> None:
         """The encode was answered without a ticket: there is nothing to release."""

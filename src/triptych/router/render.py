@@ -19,7 +19,7 @@ from triptych.config import MediaConfig, ModelConfig
 from triptych.errors import RequestError
 from triptych.media.fetch import decode_data_url, fetch
 from triptych.media.header import MediaHeader, read_header
-from triptych.media.item import MediaItem
+from triptych.media.item import MediaItem, item_name
 from triptych.media.key import media_key
 from triptych.models.inspect import read_eos_token_ids
 from triptych.models.layout.adapter import ItemLayout, find_items
@@ -192,7 +192,7 @@ def _errors_say_which(modality: str, place: tuple[int, int]) -> Generator[None]:
         yield
     except RequestError as error:
         if total > 1:
-            error.args = (f"{'picture' if modality == 'image' else modality} {number} of {total}: {error}",)
+            error.args = (f"{item_name(modality, number, total)}: {error}",)
         raise
 
 

@@ -80,6 +80,7 @@ class Router:
         workers = [
             {
                 "id": worker.id,
+                "url": worker.client.url,
                 "role": str(worker.role),
                 "state": "ready",
                 "outstanding": {stage.name.lower(): amount for stage, amount in worker.outstanding.items()},
@@ -130,6 +131,8 @@ async def _serve(options: RouterOptions, listener: socket.socket) -> None:
         options.media,
         max_in_flight=options.max_in_flight,
         request_timeout_s=options.request_timeout_s,
+        worker_wait_s=options.worker_wait_s,
+        encode_timeout_s=options.encode_timeout_s,
     ) as serving:
         serving.membership.look_for(options.worker_urls)
         app = make_app(Router(serving, model.name, model.max_model_len, options.max_body_nbytes))

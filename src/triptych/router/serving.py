@@ -37,6 +37,8 @@ async def open_serving(
     *,
     max_in_flight: int = 256,
     request_timeout_s: float = 600.0,
+    worker_wait_s: float = 15.0,
+    encode_timeout_s: float = 20.0,
 ) -> AsyncGenerator[Serving]:
     """Everything that a router needs, in the running loop. On leaving, requests that still run end with an error."""
     metrics = RouterMetrics()
@@ -46,8 +48,11 @@ async def open_serving(
         metrics.lost_workers.labels(str(worker.role)).inc()
 
     pool = WorkerPool(layout, on_lost=forget)
-    placement = Placement(pool)
-    pipeline = Pipeline(pool, placement, metrics, max_in_flight=max_in_flight, request_timeout_s=request_timeout_s)
+    placement = Placement(pool, metrics, wait_s=worker_wait_s)
+    pipeline = Pipeline(
+        pool, placement, metrics,
+        max_in_flight=max_in_flight, request_timeout_s=request_timeout_s, encode_timeout_s=encode_timeout_s,
+    )  # fmt: skip
     with ThreadPoolExecutor(RENDER_THREADS, "render") as executor:
         renderer = Renderer(model, media, executor)
         async with make_session() as workers, aiohttp.ClientSession(trust_env=False) as web:

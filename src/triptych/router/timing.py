@@ -1,4 +1,5 @@
-"""Where a request's time went: each answer's `timing`, in milliseconds, whose parts sum to the time that the router measured.
+"""Where a request's time went: each answer's `timing`, in milliseconds, whose parts sum to the time that the router measured;
+and how often something had to be done again.
 
 Durations only: a worker reports how long it took (`StageTimings`), the router how long the whole took by its own clock, and two
 clocks are never compared. Stages that ran beside each other are counted along the critical path: of an encode, only what prefill
@@ -19,7 +20,7 @@ STAGES: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds. `router` is the rest: HTTP, rendering, detokenising, and workers that died before they could report."""
+    """Milliseconds, and counts. `router` is the rest: HTTP, rendering, detokenising, and workers that died before they could report."""
 
     preprocess: float = 0.0
     encode_queue: float = 0.0
@@ -30,6 +31,8 @@ class Timing:
     kv_transfer: float = 0.0
     decode: float = 0.0
     router: float = 0.0
+    encode_retries: int = 0  # items of this request that were encoded again
+    replays: int = 0  # times that it was prefilled again
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
@@ -85,6 +88,8 @@ class Stopwatch:
         self._started_at = clock()
         self._first_token_at: float | None = None
         self._stays: list[Stay] = []
+        self.num_encode_retries = 0
+        self.num_replays = 0
 
     @property
     def elapsed_s(self) -> float:
@@ -116,10 +121,13 @@ class Stopwatch:
     def timing(self) -> Timing:
         """From arrival to now."""
         now = self._clock()
-        return break_down(now - self._started_at, [(stay.timings(now), stay.critical_encode) for stay in self._stays])
+        stays = [(stay.timings(now), stay.critical_encode) for stay in self._stays]
+        return break_down(now - self._started_at, stays, encode_retries=self.num_encode_retries, replays=self.num_replays)
 
 
-def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]) -> Timing:
+def break_down(
+    total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]], *, encode_retries: int = 0, replays: int = 0
+) -> Timing:
     """`stays` has a worker's timings and its last item's encode, in order. Parts that exceed the total (they were rounded, or
     a clock ran fast) are cut from the end, so that `router` is never negative."""
     sums = dict.fromkeys(STAGES, 0.0)
@@ -131,7 +139,8 @@ def break_down(total_s: float, stays: Iterable[tuple[StageTimings, EncodeTimes]]
         sums[name] = min(max(seconds, 0.0), left)
         left -= sums[name]
     parts = {name: round(seconds * 1000, 3) for name, seconds in sums.items()}
-    return Timing(**parts, router=max(0.0, round(total_s * 1000 - sum(parts.values()), 3)))
+    router = max(0.0, round(total_s * 1000 - sum(parts.values()), 3))
+    return Timing(**parts, router=router, encode_retries=encode_retries, replays=replays)
 
 
 def _split(timings: StageTimings, encode: EncodeTimes) -> dict[str, float]:

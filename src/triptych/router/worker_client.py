@@ -28,6 +28,7 @@ class WorkerClient(Protocol):
     the worker's own typed error when it refuses."""
 
     info: WorkerInfo
+    url: str = ""  # none within the same process
 
     @abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:

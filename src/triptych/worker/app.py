@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from triptych.config import EngineConfig
 from triptych.engine.events import Failed, GenerateEvent
-from triptych.errors import RequestError, TriptychError
+from triptych.errors import RequestError, TriptychError, WorkerLostError
 from triptych.http_server import ERROR_HANDLERS, StoppingServer, bind, read_body, unless_client_leaves
 from triptych.worker.metrics import make_registry
 from triptych.worker.protocol import (
@@ -101,6 +101,8 @@ class WorkerApp:
         return Response(status_code=204)
 
     async def info(self, _: Request) -> Response:
+        if self._is_stopping.is_set() or not self._worker.is_alive:
+            raise WorkerLostError("this worker is on its way out.")  # a router that asks would send work here
         return Response(msgspec.json.encode(self._worker.info), media_type="application/json")
 
     async def watch(self, _: Request) -> Response:

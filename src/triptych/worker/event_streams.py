@@ -6,7 +6,7 @@ from contextlib import suppress
 from threading import Lock
 
 from triptych.engine.events import EncodeEvent, Failed, GenerateEvent
-from triptych.errors import RequestError
+from triptych.errors import FailureReason, RequestError, WorkerLostError
 
 StreamEvent = GenerateEvent | EncodeEvent
 
@@ -63,4 +63,5 @@ def _put_all(deliveries: "list[tuple[asyncio.Queue[StreamEvent], StreamEvent]]")
 
 
 def _death_of(id: str, reason: str) -> Failed:
-    return Failed(id, f"the worker's engine broke: {reason}", "internal_error", 500)
+    message = f"the worker's engine is gone: {reason}"
+    return Failed(id, message, WorkerLostError.type, WorkerLostError.status, FailureReason.PEER_LOST)

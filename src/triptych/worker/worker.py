@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Loads its parts of the model, then runs. Its coroutines, those of a `WorkerClient`, may be called from one event loop at a time."""
 
+    url = ""  # app.py knows it, if anybody does
+
     def __init__(self, config: EngineConfig, progress: Callable[[float], None] = lambda _: None) -> None:
         if config.device.num_threads is not None:
             torch.set_num_threads(config.device.num_threads)
@@ -137,7 +139,7 @@ class Worker:
             if event is None:
                 await self.abort(request.encode_id)
         if isinstance(event, Failed):
-            return EncodeFailed(request.encode_id, request.key, event.message, FailureReason.INTERNAL)
+            return EncodeFailed(request.encode_id, request.key, event.message, FailureReason.PEER_LOST)
         if not isinstance(event, Encoded | EncodeFailed):
             raise InternalError(f"the id {request.encode_id} is a request's as well.")
         return event

@@ -80,7 +80,7 @@ def test_an_encode_that_can_never_fit_is_bad_media_and_one_too_many_may_go_elsew
     assert [event.key for event in events if isinstance(event, PreparationNeeded)] == [item_of("a", 0, 4).key]
     (failed,) = [event for event in events if isinstance(event, EncodeFailed)]
     assert failed.id == "b"
-    assert failed.reason.is_retryable
+    assert failed.reason == FailureReason.OVERLOADED
 
 
 def test_a_step_that_raises_ends_its_encodes_too_and_frees_their_pages():

@@ -104,7 +104,7 @@ def _make_cluster(layout: str, *, costs: FakeCosts | None = None, **options: Any
         name = f"{role}{sum(str(other.role) == str(role) for other in workers.values())}"
         workers[name] = FakeWorkerClient(name, str(role), plane, costs=costs)
         pool.join(workers[name])
-    placement = Placement(pool)
+    placement = Placement(pool, metrics, wait_s=options.pop("worker_wait_s", 15.0))
     return Cluster(workers, pool, placement, Pipeline(pool, placement, metrics, **options), metrics)
 
 

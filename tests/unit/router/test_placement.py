@@ -1,5 +1,6 @@
 """Who gets the next piece of work."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from triptych.config import Stage
-from triptych.errors import UnavailableError
+from triptych.errors import OverloadedError, UnavailableError
+from triptych.router.placement import Backoff
 from triptych.router.virtual_time import run_virtual
 
 Make = Callable[..., Any]
@@ -89,6 +91,90 @@ def test_where_only_the_decode_worker_is_gone_prefill_is_not_called_missing(make
         cluster.pool.lose(cluster.pool.workers[0], "killed")
         with pytest.raises(UnavailableError, match="no prefill worker"):
             cluster.placement.pick_prefill(1, ())
+
+    run_virtual(run())
+
+
+def test_a_missing_worker_is_waited_for_until_one_of_its_stage_joins(make_cluster: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("P1D1")
+        cluster["P0"].die()
+        await asyncio.sleep(1)
+        waiting = asyncio.create_task(cluster.placement.when_there(lambda: cluster.placement.pick_prefill(1, ())))
+        await asyncio.sleep(1)
+        cluster.add("D1")
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        cluster.add("P1")
+        assert (await waiting).id == "P1"
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        assert cluster.count("triptych_worker_waits_total", stage="prefill") == 1
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize(("layout", "wait_s", "waited_s"), [("P1D1", 15.0, 0.0), ("E1P1D1", 15.0, 15.0), ("E1P1D1", 0.0, 0.0)])
+def test_a_wait_has_an_end_and_what_nobody_promised_is_not_waited_for(
+    layout: str, wait_s: float, waited_s: float, make_cluster: Make, make_job: Make
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster(layout, worker_wait_s=wait_s)
+        for worker in cluster.pool.workers:
+            if worker.can(Stage.ENCODE):
+                cluster.pool.lose(worker, "killed")
+        (item,) = make_job(pictures=[4]).items
+        with pytest.raises(UnavailableError, match="no encode worker"):
+            await cluster.placement.when_there(lambda: cluster.placement.pick_encode(item, cluster.pool.workers[0]))
+        assert asyncio.get_running_loop().time() == pytest.approx(waited_s)
+
+    run_virtual(run())
+
+
+def test_a_full_worker_is_followed_by_the_next_at_once_and_all_are_asked_again_after_the_time_they_say(
+    make_cluster: Make,
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster("P2D1", worker_wait_s=10.0)
+        first, second = cluster.pool.workers[:2]
+        now = asyncio.get_running_loop().time
+        backoff = Backoff(cluster.placement, Stage.PREFILL)
+        assert backoff.has_next(first, ())
+        assert backoff.full == {"P0"}
+        assert not backoff.has_next(second, ())
+        await backoff.pause(OverloadedError("full", retry_after_s=3.0))
+        assert (now(), backoff.full) == (pytest.approx(3.0), set())
+        assert not backoff.has_next(first, {"P1"})
+        await backoff.pause(OverloadedError("full", retry_after_s=1000.0))
+        assert now() == pytest.approx(8.0), "nobody waits longer than 5 s at once"
+        with pytest.raises(OverloadedError, match="the last word"):
+            await backoff.pause(OverloadedError("the last word", retry_after_s=3.0))
+        assert now() == pytest.approx(8.0)
+        assert cluster.count("triptych_worker_refusals_total", stage="prefill") == 3
+
+    run_virtual(run())
+
+
+def test_where_prefill_must_decode_too_a_pure_prefill_worker_is_no_choice(make_cluster: Make) -> None:
+    async def run() -> None:
+        placement = make_cluster("P1PD1").placement
+        assert placement.has_choice(Stage.PREFILL, {"P0"})
+        assert not placement.has_choice(Stage.PREFILL, {"PD0"})
+
+    run_virtual(run())
+
+
+def test_a_suspect_comes_last_for_encodes_and_only_for_those(make_cluster: Make, make_job: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E2ED1P1")
+        placement, (item,) = cluster.placement, make_job(pictures=[4]).items
+        e0, e1, ed0, p0 = cluster.pool.workers
+        e0.suspect_until = ed0.suspect_until = 60.0
+        placement.begin(e1, Stage.ENCODE, 1000)
+        assert placement.pick_encode(item, p0).id == "E1"
+        assert placement.pick_encode(item, p0, {"E1"}).id == "E0"
+        assert placement.pick_decode().id == "ED0"
+        await asyncio.sleep(61)
+        assert placement.pick_encode(item, p0).id == "E0"
 
     run_virtual(run())
 

@@ -122,6 +122,32 @@ def test_losing_twice_counts_once() -> None:
     run_virtual(run())
 
 
+def test_a_worker_may_be_expected_for_the_layouts_stages_and_without_layout_for_encode_once_one_was_there() -> None:
+    async def run() -> None:
+        assert [WorkerPool(ClusterLayout.parse("E1PD1")).promises(stage) for stage in Stage] == [True, True, True]
+        assert [WorkerPool(ClusterLayout.parse("P1D1")).promises(stage) for stage in Stage] == [False, True, True]
+        pool = WorkerPool()
+        assert [pool.promises(stage) for stage in Stage] == [False, True, True]
+        pool.lose(pool.join(make_worker("a", "E")), "x")
+        assert [pool.promises(stage) for stage in Stage] == [True, True, True]
+
+    run_virtual(run())
+
+
+def test_limits_stay_while_the_workers_are_gone_for_a_moment() -> None:
+    async def run() -> None:
+        pool = WorkerPool()
+        assert pool.limits().kv_cache_tokens > 10**9
+        workers = [pool.join(make_worker("a", "P")), pool.join(make_worker("b", "D", kv_cache_tokens=100))]
+        before = pool.limits()
+        for worker in reversed(workers):
+            pool.lose(worker, "restarted")
+        assert pool.limits().encoder_cache_rows == before.encoder_cache_rows
+        assert pool.limits().kv_cache_tokens == 1024, "of the last one that was there"
+
+    run_virtual(run())
+
+
 def test_limits_are_the_smallest_workers() -> None:
     async def run() -> None:
         pool = WorkerPool()

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from triptych.demo import CHECKPOINT
-from triptych.errors import OverloadedError
+from triptych.engine.events import Failed
+from triptych.errors import FailureReason, OverloadedError
 from triptych.router.fake_worker_client import FakeCosts, FakePlane, FakeWorkerClient
 from triptych.router.options import RouterOptions
 
@@ -145,8 +146,10 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
         elapsed_ms = (asyncio.get_running_loop().time() - started) * 1000
         timing = answer["timing"]
         assert set(timing) == {
-            "preprocess", "encode_queue", "encode", "ec_transfer", "prefill_queue", "prefill", "kv_transfer", "decode", "router"
+            "preprocess", "encode_queue", "encode", "ec_transfer", "prefill_queue", "prefill", "kv_transfer", "decode", "router",
+            "encode_retries", "replays",
         }  # fmt: skip
+        assert timing["encode_retries"] == timing["replays"] == 0
         assert timing["encode"] == pytest.approx(50, abs=5)
         assert timing["prefill"] == pytest.approx(30, abs=0.01)
         assert timing["kv_transfer"] == pytest.approx(20, abs=0.01)
@@ -266,7 +269,7 @@ async def test_broken_pictures_and_foreign_urls_are_400(serve: Serve) -> None:
 
 
 async def test_full_is_429_with_retry_after(serve: Serve) -> None:
-    async with serve("PD1") as served:
+    async with serve("PD1", worker_wait_s=0.0) as served:
         served.workers["PD0"].faults.generates.append(OverloadedError("full", retry_after_s=3.0))
         async with served.session.post(served.url + "/v1/chat/completions", json=chat()) as response:
             assert response.status == 429
@@ -274,7 +277,7 @@ async def test_full_is_429_with_retry_after(serve: Serve) -> None:
 
 
 async def test_a_missing_stage_is_503_and_health_names_it(serve: Serve, png: Callable[..., bytes]) -> None:
-    async with serve("E1P1D1", present=["P", "D"]) as served:
+    async with serve("E1P1D1", present=["P", "D"], worker_wait_s=0.0) as served:
         status, answer = await served.get("/health")
         assert (status, answer) == (503, {"status": "unavailable", "missing": ["encode"]})
         status, answer = await served.post(picture_chat(png()))
@@ -290,7 +293,7 @@ async def test_health_is_ok_with_every_stage_of_the_layout(serve: Serve) -> None
 
 
 async def test_an_error_after_the_first_byte_is_an_event_and_then_the_end(serve: Serve) -> None:
-    async with serve("P1D1") as served:
+    async with serve("P1D1", worker_wait_s=0.0) as served:
         served.workers["D0"].faults.die_after_tokens = 2
         events = await served.stream(chat())
         assert json.loads(events[-2])["error"]["type"] == "worker_unavailable"
@@ -325,11 +328,53 @@ async def test_a_worker_that_registers_is_used_and_one_with_other_weights_is_ref
         for _ in range(2):  # again does no harm
             status, answer = await router.post({"url": server.url}, path="/workers")
             assert (status, answer) == (200, {"id": "PD9", "role": "PD"})
+        _, answer = await router.get("/workers")
+        assert [worker["url"] for worker in answer["workers"]] == [server.url]
         status, _ = await router.post(chat())
         assert status == 200
         assert len(behind.record.generates) == 1
         await server.runner.cleanup()
         await until(lambda: router.serving.pool.workers == ())
+
+
+async def test_a_worker_that_fell_silent_and_comes_back_has_nothing_left_to_do_and_is_used_again(
+    serve: Serve, served: Any, demo_model: Any
+) -> None:
+    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
+    behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
+    async with serve("PD1", present=[]) as router, served(behind) as (server, client):
+        router.serving.pool.join(client)  # this one bears 0.2 s of silence
+        behind.hang()
+        asking = asyncio.create_task(router.post(chat()))
+        await until(lambda: len(behind.record.generates) == 1)
+        server.heartbeat_s = 0.0
+        await until(lambda: router.serving.pool.workers == ())
+        await until(lambda: len(behind.record.aborted) == 1)
+        server.heartbeat_s = 0.02
+        behind.running.set()
+        status, _ = await router.post({"url": server.url}, path="/workers")  # as it does when it finds itself unwatched
+        assert status == 200
+        status, answer = await asking
+        assert (status, answer["timing"]["replays"]) == (200, 1)
+        assert len(behind.record.generates) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_says_how_often_something_had_to_be_done_again(
+    stream: bool, serve: Serve, png: Callable[..., bytes]
+) -> None:
+    async with serve("E2P2D1") as served:
+        served.workers["E0"].faults.encodes.append(FailureReason.INTERNAL)
+        served.workers["D0"].faults.generates.append(Failed("", "no KV", "kv_unavailable", 503, FailureReason.STALE))
+        if stream:
+            events = await served.stream(picture_chat(png()))
+            timing = next(chunk["timing"] for chunk in map(json.loads, reversed(events[:-1])) if chunk["timing"])
+        else:
+            _, answer = await served.post(picture_chat(png()))
+            timing = answer["timing"]
+        assert (timing["encode_retries"], timing["replays"]) == (1, 1)
+        assert {name for name, value in timing.items() if isinstance(value, int)} == {"encode_retries", "replays"}
 
 
 async def test_named_workers_are_looked_for_until_they_are_there(serve: Serve, served: Any, demo_model: Any) -> None:
@@ -380,9 +425,9 @@ async def test_models_workers_and_metrics(serve: Serve) -> None:
         status, models = await served.get("/v1/models")
         assert (status, [card["id"] for card in models["data"]]) == (200, ["demo"])
         _, workers = await served.get("/workers")
-        assert [(worker["id"], worker["role"], worker["state"]) for worker in workers["workers"]] == [
-            ("P0", "P", "ready"),
-            ("D0", "D", "ready"),
+        assert [(worker["id"], worker["role"], worker["state"], worker["url"]) for worker in workers["workers"]] == [
+            ("P0", "P", "ready", ""),  # in this process
+            ("D0", "D", "ready", ""),
         ]
         _, text = await served.get("/metrics")
         assert 'triptych_requests_total{outcome="length",status="200"} 1.0' in text

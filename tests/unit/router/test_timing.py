@@ -49,6 +49,13 @@ def test_parts_beyond_the_total_are_cut_from_the_end() -> None:
     assert timing == Timing(prefill=40, decode=10, router=0)
 
 
+def test_counts_stand_beside_the_milliseconds() -> None:
+    stopwatch = Stopwatch(lambda: 0.0)
+    assert {"encode_retries": 0, "replays": 0}.items() <= stopwatch.timing().to_dict().items()
+    stopwatch.num_encode_retries, stopwatch.num_replays = 2, 1
+    assert stopwatch.timing() == Timing(encode_retries=2, replays=1)
+
+
 seconds = st.floats(0, 100, allow_nan=False)
 
 

@@ -60,7 +60,7 @@ async def test_a_dead_engine_ends_every_stream_and_those_of_the_future():
     for queue in (before, after):
         event = await queue.get()
         assert isinstance(event, Failed)
-        assert event.status == 500
+        assert (event.type, event.status) == ("worker_unavailable", 503)
         assert "a bug" in event.message
 
 

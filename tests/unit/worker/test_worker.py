@@ -320,8 +320,9 @@ async def test_closing_ends_open_streams_with_an_error_also_while_a_picture_is_p
     gate.may_go_on.set()
     await closing
     assert isinstance(failed, EncodeFailed)
+    assert failed.reason == FailureReason.PEER_LOST
     assert isinstance(heard.end, Failed)
-    assert heard.end.status == 500
+    assert heard.end.status == 503
     assert not worker.is_alive
     assert isinstance((await listen(worker.generate(generate_request("late")))).end, Failed), "nothing hangs afterwards either"
     await worker.close()
