@@ -9,8 +9,9 @@ check that the other belongs to the same user. A consumer has one link per arena
        └───────────────────────────────────┴────────────────────────▶ forgotten: the next read tries anew, and a dead
                                                                       peer's address refuses at once
 
-The messages are one packet each way (SOCK_SEQPACKET keeps their bounds), msgspec, with a version. A process that forks after it made
-an exchange keeps its connections open beyond its death: workers start no child by fork.
+The messages are one packet each way (SOCK_SEQPACKET keeps their bounds), msgspec, with a version. Whoever connects has as long to
+ask, may ask once, and is one of so many; so no number of peers, silent ones included, can keep others waiting. A process that forks
+after it made an exchange keeps its connections open beyond its death: workers start no child by fork.
 """
 
 import os
@@ -23,8 +24,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from errno import EMFILE, ENFILE
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 
 import msgspec
 
@@ -34,9 +36,12 @@ from triptych.transfer.arena_registry import ArenaRegistry
 
 _VERSION = 1
 _MAX_MESSAGE_NBYTES = 1024
-_MAX_NAME_LEN = 100  # of an arena, so that a request always fits
+_MAX_CONSUMERS = 1024  # connected at once; each costs a descriptor
+_MAX_SILENT = 64  # of them that have not asked yet; one more, and the first of them goes
+_MAX_LINKS = 4096
 _ADDRESS = re.compile(r"triptych-[0-9a-f]{32}")
-_RETRY_S = 0.01  # between two attempts to connect to a peer whose backlog is full
+_ARENA_NAME = re.compile(r"[ -~]{1,100}")  # so that a request always fits
+_RETRY_S = 0.01  # between two attempts: to connect to a peer whose backlog is full, to accept without a free descriptor
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -80,6 +85,10 @@ class ArenaExchange:
         self._links: dict[tuple[str, str, str], _Link] = {}
         self._to_open: list[_Link] = []
         self._is_closed = False
+        self._consumers: set[socket.socket] = set()  # connections of peers to this worker
+        self._silent: dict[
+            socket.socket, float
+        ] = {}  # those that have not asked yet, and until when they may; the first to end first
         self._listener = _new_socket()
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(128)
@@ -97,13 +106,14 @@ class ArenaExchange:
         Its callbacks run on the exchange's thread and must not block.
         """
         link = _Link(address, producer, arena_name, monotonic() + self._timeout_s)
-        if not _ADDRESS.fullmatch(address) or len(arena_name) > _MAX_NAME_LEN:
+        if not _ADDRESS.fullmatch(address) or not _ARENA_NAME.fullmatch(arena_name):
             message = "the ticket's address or arena name is not one that an arena exchange would make."
             link.mapping.set_exception(TransferError(FailureReason.MISMATCH, message))
             return link.mapping
         with self._lock:
-            if self._is_closed:
-                link.mapping.set_exception(TransferError(FailureReason.INTERNAL, "the data plane is closed."))
+            if self._is_closed or (len(self._links) >= _MAX_LINKS and link.key not in self._links):
+                why = "is closed" if self._is_closed else f"has {_MAX_LINKS} links, as many as it keeps"
+                link.mapping.set_exception(TransferError(FailureReason.INTERNAL, f"the data plane {why}."))
                 return link.mapping
             known = self._links.setdefault(link.key, link)
             if known is link:
@@ -130,7 +140,7 @@ class ArenaExchange:
                     opening += self._to_open
                     self._to_open.clear()
                 opening = [link for link in opening if not self._open(link)]
-                self._give_up_late_links()
+                self._give_up_who_is_late()
         finally:
             self._shut()
 
@@ -143,6 +153,7 @@ class ArenaExchange:
     def _time_to_next_deadline_s(self, is_opening: bool) -> float | None:
         with self._lock:
             deadlines = [link.deadline for link in self._links.values() if not link.mapping.done()]
+        deadlines += list(self._silent.values())[:1]
         if not deadlines:
             return None
         remaining_s = max(0.0, min(deadlines) - monotonic())
@@ -156,23 +167,37 @@ class ArenaExchange:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the consumer has gone again
-            return
+        except OSError as error:
+            if error.errno in (EMFILE, ENFILE):
+                sleep(_RETRY_S)  # no descriptor is left, and this loop would spin
+            return  # else the consumer has gone again
         connection.setblocking(False)
-        if _uid_of_peer(connection) != os.geteuid():
+        if _uid_of_peer(connection) != os.geteuid() or len(self._consumers) >= _MAX_CONSUMERS:
             connection.close()
             return
+        if len(self._silent) >= _MAX_SILENT:
+            self._hang_up(next(iter(self._silent)))
+        self._consumers.add(connection)
+        self._silent[connection] = monotonic() + self._timeout_s
         self._selector.register(connection, selectors.EVENT_READ, partial(self._answer, connection))
 
     def _answer(self, connection: socket.socket) -> None:
-        """One request; a consumer that has gone, sends nonsense or does not take its reply is hung up on."""
+        """A consumer's only request. One that has gone, sends nonsense, does not take its reply or speaks again is hung up on."""
+        has_asked = self._silent.pop(connection, None) is None
         try:
             packet = connection.recv(_MAX_MESSAGE_NBYTES + 1)
-            if not 0 < len(packet) <= _MAX_MESSAGE_NBYTES:
+            if has_asked or not 0 < len(packet) <= _MAX_MESSAGE_NBYTES:
                 raise ValueError("not one message")
             reply, fds = self._reply_to(msgspec.msgpack.decode(packet, type=ArenaRequest))
             socket.send_fds(connection, [msgspec.msgpack.encode(reply)], fds)
         except (OSError, ValueError, msgspec.MsgspecError):
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        """Idempotent: news of a connection may come after its end."""
+        self._silent.pop(connection, None)
+        if connection in self._consumers:
+            self._consumers.remove(connection)
             self._selector.unregister(connection)
             connection.close()
 
@@ -194,7 +219,11 @@ class ArenaExchange:
         """Connect and ask. False: the peer's backlog is full, so try again. True: asked, or failed for good."""
         if link.mapping.done():
             return True
-        connection = _new_socket()
+        try:
+            connection = _new_socket()
+        except OSError as error:
+            self._end(link, TransferError(FailureReason.INTERNAL, f"no peer can be connected to ({error.strerror})."))
+            return True
         try:
             connection.connect(f"\0{link.address}")
             if _uid_of_peer(connection) != os.geteuid():
@@ -232,8 +261,10 @@ class ArenaExchange:
             return
         link.mapping.set_result(arena)
 
-    def _give_up_late_links(self) -> None:
+    def _give_up_who_is_late(self) -> None:
         now = monotonic()
+        for connection in [silent for silent, deadline in self._silent.items() if deadline <= now]:
+            self._hang_up(connection)
         with self._lock:
             late = [link for link in self._links.values() if not link.mapping.done() and link.deadline <= now]
         for link in late:
@@ -275,7 +306,9 @@ def _uid_of_peer(connection: socket.socket) -> int:
 
 def _receive(connection: socket.socket) -> tuple[bytes, int]:
     """One packet and the file descriptor beside it, or -1."""
-    packet, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_NBYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+    packet, fds, flags, _ = socket.recv_fds(connection, _MAX_MESSAGE_NBYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if flags & socket.MSG_CTRUNC and not fds:
+        raise OSError(EMFILE, "there was one, but this process has none left")
     for fd in fds[1:]:
         os.close(fd)
     return packet, fds[0] if fds else -1
