@@ -61,7 +61,7 @@ class Engine:
         self.clock.now += 0.001
         events, has_moved = self.core.step()
         for event in events:
-            self._note(event)
+            self.note(event)
         scheduler = self.core.scheduler
         scheduler.check_invariants()
         return has_moved
@@ -92,7 +92,7 @@ class Engine:
     def encode(self, encode_id: str, item: MediaItem, will_stay: bool = False) -> None:
         self.core.add_encode(EncodeSpec(encode_id, item.key, item.modality, item.num_rows, item.grid, will_stay))
 
-    def _note(self, event: EngineEvent) -> None:
+    def note(self, event: EngineEvent) -> None:
         self.events.append(event)
         if isinstance(event, PreparationNeeded):
             self.preparations.append(event.key)
