@@ -259,6 +259,9 @@ def test_a_load_that_goes_wrong_fails_with_its_reason_and_can_be_tried_again(
         ("num_rows", -1),
         ("row_width", 128),
         ("dtype", "bfloat16"),
+        ("model", "1" * 64),
+        ("model", ""),
+        ("key", OTHER),
     ],
 )
 def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_read(
@@ -266,7 +269,7 @@ def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_
 ) -> None:
     ticket = msgspec.structs.replace(producer.publish(KEY, (3, 9), 6), **{field: value})
     output = consumer.step(loads=(ECLoad(ticket, (1, 0), is_needed=True),), timeout_s=5.0)
-    assert output.failed_loads == {KEY: FailureReason.MISMATCH}
+    assert output.failed_loads == {ticket.key: FailureReason.MISMATCH}
     assert network.pending == []
 
 
