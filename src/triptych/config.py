@@ -250,7 +250,7 @@ class EngineConfig:
     connector: ConnectorConfig = ConnectorConfig()
     device: DeviceConfig = DeviceConfig()
     media: MediaConfig = MediaConfig()
-    cluster_secret: str = ""
+    cluster_secret: str = field(default="", repr=False)  # who knows it is a member; empty: whoever reaches this worker
 
     def __post_init__(self) -> None:
         if self.is_alone and str(self.role) not in ("EPD", "PD"):

@@ -50,7 +50,13 @@ TicketT = TypeVar("TicketT", ECTicket, KVTicket)
 
 
 def sealed(ticket: TicketT, cluster_secret: str) -> TicketT:
-    """The ticket as its producer gives it out: nobody without the cluster's secret can make one, or change a field of it."""
+    """The ticket as its producer gives it out: nobody without the cluster's secret can make one, or change a field of it.
+
+    Raises `msgspec.ValidationError` for a ticket that nobody could decode.
+    """
+    ticket = msgspec.json.decode(
+        msgspec.json.encode(ticket), type=type(ticket)
+    )  # as it will arrive: a lease of 20 is one of 20.0
     return msgspec.structs.replace(ticket, seal=seal_of(cluster_secret, *_sealed_fields(ticket)))
 
 

@@ -11,7 +11,9 @@ from triptych.output import ECTicket, KVTicket
 T = TypeVar("T", ECTicket, KVTicket)
 
 _INTS = st.one_of(st.integers(-3, 100), st.sampled_from([2**31, 2**63, 2**64, 2**70, -(2**63), 10**30]))
-_NAMES = st.one_of(st.text(max_size=80), st.sampled_from(["a" * 64, "../" * 21 + "a", "float16", "kv", "e9", "x" * 10_000]))
+_NAMES = st.one_of(
+    st.text(max_size=80), st.sampled_from(["a" * 64, "b" * 64, "../" * 21 + "a", "float16", "kv", "e9", "x" * 10_000])
+)
 _PAGES = st.one_of(st.lists(_INTS, max_size=6).map(tuple), st.just((3,) * 1000))
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "key": _NAMES,

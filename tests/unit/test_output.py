@@ -28,6 +28,19 @@ def test_a_sealed_ticket_is_genuine_for_who_has_the_secret_also_after_a_trip_as_
     assert msgspec.structs.replace(given_out, seal="") == ticket
 
 
+@pytest.mark.parametrize("field", [{"lease_s": 20}, {"pages": [3, 1]}])
+def test_what_looks_different_after_a_trip_as_json_is_sealed_as_it_arrives(field: dict[str, Any]) -> None:
+    given_out = sealed(msgspec.structs.replace(EC, data=msgspec.structs.replace(DATA, **field)), "s")
+    assert is_genuine(msgspec.json.decode(msgspec.json.encode(given_out), type=ECTicket), "s")
+    assert is_genuine(given_out, "s")
+
+
+@pytest.mark.parametrize("field", [{"lease_s": float("nan")}, {"pages": None}, {"planes": {"shm": 5}}])
+def test_a_ticket_that_nobody_could_decode_is_not_given_out(field: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        sealed(msgspec.structs.replace(EC, data=msgspec.structs.replace(DATA, **field)), "s")
+
+
 def test_the_order_in_which_planes_are_named_is_no_change() -> None:
     turned = msgspec.structs.replace(DATA, planes=dict(reversed(DATA.planes.items())))
     assert is_genuine(msgspec.structs.replace(sealed(EC, "s"), data=turned), "s")

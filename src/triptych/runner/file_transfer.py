@@ -53,7 +53,7 @@ class FileTransfer(ECTransfer):
             page_nbytes=0,
             nbytes=shape.nbytes,
             checksum=checksum,
-            lease_s=float(lease_s),
+            lease_s=lease_s,
             planes={NAME: ""},
             subject=key,
         )

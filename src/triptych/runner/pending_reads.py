@@ -34,11 +34,11 @@ class PendingReads(Generic[LoadT]):
             return
         try:
             future = read()
-        except Exception as error:  # the edge to a data plane: a read that cannot start has failed like one that breaks off
+            future.add_done_callback(self._report_progress)
+        except Exception as error:  # the edge to a connector: a read that cannot start has failed like one that breaks off
             future = Future()
             future.set_exception(error)
         self._reads[key] = (load, future)
-        future.add_done_callback(self._report_progress)
 
     def wait(self, keys: Collection[str], timeout_s: float) -> None:
         """Until the reads of `keys` have ended, or `timeout_s` seconds; those that did not even begin are then cancelled."""

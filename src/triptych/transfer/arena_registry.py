@@ -43,7 +43,7 @@ class ArenaRegistry:
             page_nbytes=arena.page_nbytes,
             nbytes=nbytes,
             checksum=checksum(arena.pages, pages, nbytes, subject) if self._with_checksums else "",
-            lease_s=float(lease_s),  # 20 and 20.0 differ once they are encoded
+            lease_s=lease_s,
             planes=planes,
             subject=subject,
         )

@@ -177,9 +177,9 @@ def test_a_ticket_whose_key_is_no_digest_is_refused_whoever_sealed_it(key: str):
 
 
 def test_a_ticket_is_taken_from_who_has_the_secret_only():
-    config = replace(config_of("P"), cluster_secret="ours")
+    config = replace(config_of("P"), cluster_secret="ours-and-ours-only")
     ticket = ECTicket(key_of("a"), 4, 1, "float32", Ticket("p", "ec", (0,), (0,), 8, 8, "", 5.0, {}))
-    check_ec_ticket(sealed(ticket, "ours"), config)
+    check_ec_ticket(sealed(ticket, "ours-and-ours-only"), config)
     for other in (ticket, sealed(ticket, ""), sealed(ticket, "theirs")):
         with pytest.raises(RequestError, match="seal of this cluster"):
             check_ec_ticket(other, config)

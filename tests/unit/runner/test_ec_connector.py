@@ -259,6 +259,9 @@ def test_a_load_that_goes_wrong_fails_with_its_reason_and_can_be_tried_again(
         ("num_rows", -1),
         ("row_width", 128),
         ("dtype", "bfloat16"),
+        ("model", "1" * 64),
+        ("model", ""),
+        ("key", OTHER),
     ],
 )
 def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_read(
@@ -266,7 +269,7 @@ def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_
 ) -> None:
     ticket = msgspec.structs.replace(producer.publish(KEY, (3, 9), 6), **{field: value})
     output = consumer.step(loads=(ECLoad(ticket, (1, 0), is_needed=True),), timeout_s=5.0)
-    assert output.failed_loads == {KEY: FailureReason.MISMATCH}
+    assert output.failed_loads == {ticket.key: FailureReason.MISMATCH}
     assert network.pending == []
 
 
@@ -352,14 +355,16 @@ def test_an_error_while_a_read_is_collected_does_not_hide_the_bodys(
     assert consumer.step().failed_loads == {KEY: FailureReason.INTERNAL}
 
 
-def test_a_read_that_cannot_start_is_a_failed_load_and_the_end_runs_once(
-    producer: Worker, consumer: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_read_that_cannot_start_or_is_no_future_is_a_failed_load_and_the_end_runs_once(
+    producer: Worker, consumer: Worker, monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
     ticket = producer.publish(KEY, (3, 9), 6)
     finishes = count_finishes(consumer, monkeypatch)
 
     def broken(*_: object) -> Any:
-        raise OSError("no file descriptors left")
+        if raises:
+            raise OSError("no file descriptors left")
 
     monkeypatch.setattr(consumer.plane, "read", broken)
     output = consumer.step(loads=(ECLoad(ticket, (1, 0), is_needed=True),), timeout_s=5.0)

@@ -111,9 +111,13 @@ def test_an_item_that_is_there_is_not_written_again_but_counts_as_used(files: It
 @pytest.mark.parametrize(
     "shape", [replace(SHAPE, model="e" * 64), replace(SHAPE, dtype="float16"), replace(SHAPE, num_rows=5, row_width=3)]
 )
-def test_a_file_of_another_shape_or_model_is_replaced(files: ItemFiles, shape: ItemShape) -> None:
+def test_a_file_of_another_shape_or_model_is_replaced_whole(files: ItemFiles, tmp_path: Path, shape: ItemShape) -> None:
     files.put(KEY, shape, content_of(1))
-    checksum = files.put(KEY, SHAPE, content_of(2))
+    path = tmp_path / f"{KEY}.safetensors"
+    raw = path.read_bytes()
+    with path.open("rb") as opened_before:
+        checksum = files.put(KEY, SHAPE, content_of(2))
+        assert opened_before.read() == raw, "who was reading the old file goes on reading it"
     assert read(files, KEY, checksum) == content_of(2).tobytes()
 
 

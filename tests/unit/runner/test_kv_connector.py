@@ -133,7 +133,15 @@ def test_a_load_that_goes_wrong_fails_with_its_reason(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_size", 8), ("block_nbytes", 64), ("dtype", "float16"), ("num_tokens", 9), ("num_tokens", 4), ("num_tokens", 0)],
+    [
+        ("block_size", 8),
+        ("block_nbytes", 64),
+        ("dtype", "float16"),
+        ("num_tokens", 9),
+        ("num_tokens", 4),
+        ("num_tokens", 0),
+        ("request_id", "s"),
+    ],
 )
 def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_read(
     producer: Worker, consumer: Worker, network: FakeNetwork, field: str, value: Any

@@ -29,7 +29,7 @@ from triptych.worker.protocol import ECDelivery, ECTransferParams, KVTransferPar
 from triptych.worker.worker import Worker
 
 
-def member(role: str, secret: str = "of the cluster") -> EngineConfig:
+def member(role: str, secret: str = "of-this-cluster-only") -> EngineConfig:
     return replace(config_of(role, is_alone=False), cluster_secret=secret)
 
 
@@ -80,7 +80,7 @@ async def test_a_generate_call_with_a_forged_ticket_is_refused_before_it_becomes
 
 
 async def test_a_ticket_of_a_cluster_with_another_secret_is_refused():
-    async with running(member("E", "of others"), member("PD")) as (e, pd):
+    async with running(member("E", "of-another-cluster"), member("PD")) as (e, pd):
         ticket = await encode(e)
         with pytest.raises(RequestError, match="another cluster secret"):
             await pd.deliver(ECDelivery("r", key_of(0), ticket))
@@ -88,7 +88,7 @@ async def test_a_ticket_of_a_cluster_with_another_secret_is_refused():
 
 
 async def test_kv_is_taken_from_the_cluster_only():
-    async with running(member("P"), member("D"), member("D", "of others")) as (p, d, stranger):
+    async with running(member("P"), member("D"), member("D", "of-another-cluster")) as (p, d, stranger):
         request = generate_request(hands_over=True)
         first = await listen(p.generate(request))
         assert isinstance(first.end, HandedOver)
