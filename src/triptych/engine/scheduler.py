@@ -325,9 +325,10 @@ class Scheduler:
             self._load_failed(key, reason)
         events, resident = self._encodes.update(output.encodes, result, now)
         self._events += events
-        for key in ec_output.finished_loads:
+        loaded = sorted(ec_output.finished_loads)  # a set's order would differ from run to run
+        for key in loaded:
             self._events += self._encodes.came_from_peer(key)
-        for key in [*ec_output.finished_loads, *resident]:
+        for key in [*loaded, *resident]:
             load_s = self._ec.seconds_since_announced(key, now)
             for request_id, rank in self._ec.became_resident(key).items():
                 self.cache.pin(key, request_id, rank)
@@ -365,9 +366,10 @@ class Scheduler:
             request.change_status(RequestStatus.LOADING_KV)
 
     def _update_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
-        for request_id in [*kv_output.finished_loads, *kv_output.failed_loads]:
+        loaded = sorted(kv_output.finished_loads)  # a set's order would differ from run to run
+        for request_id in [*loaded, *kv_output.failed_loads]:
             self.kv.reclaim(self._kv_connector.end_load(request_id))
-        for request_id in kv_output.finished_loads:
+        for request_id in loaded:
             request = self._requests.get(request_id)
             if request is None or request.kv_ticket is None or request.status != RequestStatus.LOADING_KV:
                 continue  # the copy was for an earlier request of this id

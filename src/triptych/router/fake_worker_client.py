@@ -44,11 +44,11 @@ CONFIG = EngineConfig(MODEL, is_alone=False, cache=CacheConfig(num_kv_blocks=256
 class FakeCosts:
     """Seconds. A step takes the sum of what it does; preparations and loads run beside the steps."""
 
-    preparation_s: float = 0.0  # bytes -> tower inputs
     encode_s: float = 0.0  # a step that runs the tower
     prefill_s: float = 0.0  # a step that computes several tokens of a request
     decode_s: float = 0.0  # a step that computes one token of a request
     transfer_s: float = 0.0  # a load
+    preparation_s: float = 0.0  # bytes -> tower inputs
 
 
 @dataclass
@@ -102,6 +102,10 @@ class FakeWorkerClient(WorkerClient):
         self._commands: list[Command] = []
         self._has_work = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[StreamEvent | None]] = {}  # None: the worker is dead
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
 
     # --- on command
 
@@ -163,8 +167,10 @@ class FakeWorkerClient(WorkerClient):
         check_tower(self.config)
         self.record.encodes.append(request)
         self.record.media.append(media)
-        if self.faults.encodes and isinstance(self.faults.encodes[0], Exception):
-            raise self.faults.encodes.popleft()
+        refusal = self.faults.encodes[0] if self.faults.encodes else None
+        if isinstance(refusal, Exception):
+            self.faults.encodes.popleft()
+            raise refusal
         spec = EncodeSpec(
             request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
         )
@@ -175,8 +181,6 @@ class FakeWorkerClient(WorkerClient):
             event = await self._next(events)
         finally:
             self._close(request.encode_id, has_ended=event is not None)
-        if isinstance(event, Failed):
-            return EncodeFailed(request.encode_id, request.key, event.message, FailureReason.INTERNAL)
         assert isinstance(event, Encoded | EncodeFailed)
         return event
 

@@ -25,7 +25,12 @@ class Placement:
         self._num_placed = 0
 
     def pick_encode(self, item: MediaItem, prefill: PooledWorker, avoid: Collection[str] = ()) -> PooledWorker:
-        """The prefill worker itself where it has the tower: nothing has to move then."""
+        """Who has the item already, however much else it has to do: a ticket costs it next to nothing, another encode a whole one. Else the
+        prefill worker itself where it has the tower: nothing has to move then."""
+        holders = [worker for worker in self._pool.ready(Stage.ENCODE) if self.probably_holds(worker, item.key)]
+        holders = [worker for worker in holders if worker.id not in avoid]
+        if holders:
+            return prefill if prefill in holders else self._pick(Stage.ENCODE, holders, avoid)
         if prefill.can(Stage.ENCODE) and prefill.is_ready and prefill.id not in avoid:
             return prefill
         return self._pick(Stage.ENCODE, self._pool.ready(Stage.ENCODE), avoid, (item,))

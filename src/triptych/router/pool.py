@@ -32,7 +32,7 @@ class PooledWorker:
         self.last_placed: dict[Stage, int] = dict.fromkeys(Stage, 0)  # counts placements of the whole router
         self.why_lost = ""
         self.left = asyncio.Event()  # set when it is lost
-        self._scopes: set[asyncio.Timeout] = set()
+        self._scopes: dict[asyncio.Timeout, None] = {}  # in the order of entry, in which they are told
 
     @property
     def is_ready(self) -> bool:
@@ -49,14 +49,14 @@ class PooledWorker:
             async with scope:
                 if not self.is_ready:
                     raise WorkerLostError(self._lost_message)
-                self._scopes.add(scope)
+                self._scopes[scope] = None
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
             raise WorkerLostError(self._lost_message) from None
         finally:
-            self._scopes.discard(scope)
+            self._scopes.pop(scope, None)
 
     @property
     def _lost_message(self) -> str:
