@@ -1,10 +1,9 @@
 """Engines on a turned clock over the arithmetic runner: what a router and media pools would do, by hand."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from triptych.config import CacheConfig, ConnectorConfig, EngineConfig, ModelConfig, Role, SchedulerConfig
-from triptych.engine.arithmetic_runner import ArithmeticRunner, Fabric, expected_tokens
+from triptych.config import CacheConfig, ConnectorConfig, EngineConfig, Role, SchedulerConfig
+from triptych.engine.arithmetic_runner import MODEL, ArithmeticRunner, Fabric, expected_tokens
 from triptych.engine.core import EngineCore
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import Encoded, EngineEvent, Failed, Finished, HandedOver, NewTokens, PreparationNeeded
@@ -12,20 +11,6 @@ from triptych.engine.request import RequestSpec
 from triptych.media.item import MediaItem
 from triptych.output import KVTicket
 from triptych.sampling_params import SamplingParams
-
-MODEL = ModelConfig(
-    path=Path("/nowhere"),
-    name="arithmetic",
-    family="arithmetic",
-    weights_digest="0",
-    dtype="float32",
-    max_model_len=4096,
-    vocab_size=20_000,
-    hidden_size=1,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-)
 
 
 class TurnedClock:

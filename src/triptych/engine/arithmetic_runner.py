@@ -2,14 +2,22 @@
 
 It reproduces the runner's contract: it keeps what is written to KV blocks and to encoder-cache pages, reads it back from just the blocks and
 pages that the scheduler names, publishes and loads through a shared `Fabric` with generations, and reports as the runner does. The next token
-is arithmetic over what it reads, so that a wrong block, a stale row, a skipped or doubled token changes every later token; a reader can compute
-it by hand from prompt and item keys (`expected_tokens`). It does not reproduce time, threads or floating point.
+is arithmetic over what it reads, which a reader can compute by hand from prompt and item keys (`expected_tokens`):
+
+    row of an item  ENCODE * digits(key) + row            digits: the key's first 12 hex digits mod PRIME
+    KV              PREFILL * (place + 1) * id            of a prompt token; a placeholder has its row in place of the id
+                    DECODE * (place + 1) * id             of a generated token
+    next token      FIRST_ID + (sum of the KV + seed) mod PRIME mod SPAN
+
+Each stage has a constant of its own, so that a wrong route, a wrong block, a stale row, or a lost, doubled or moved token changes every later
+token. It does not reproduce time, threads or floating point.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from triptych.config import EngineConfig
+from triptych.config import EngineConfig, ModelConfig
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
 from triptych.output import (
@@ -27,36 +35,55 @@ from triptych.output import (
 )
 from triptych.transfer.ticket import Ticket
 
+ENCODE, PREFILL, DECODE = 3, 5, 7
 PRIME = 9973
-NUM_TOKENS = 1000  # next tokens are 0 .. NUM_TOKENS - 1
+FIRST_ID, SPAN = 300, 700  # next tokens are 300 .. 999
 GARBAGE = 777_777  # what a page or slot reads that nobody wrote
+LOGPROB, SECOND_BEST = -0.5, (7, -2.0)  # of every token
+
+MODEL = ModelConfig(
+    path=Path("/nowhere"),
+    name="arithmetic",
+    family="arithmetic",
+    weights_digest="0",
+    dtype="float32",
+    max_model_len=4096,
+    vocab_size=20_000,
+    hidden_size=1,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=1,
+)
 
 
 def row_value(key: str, row: int) -> int:
     """Embedding `row` of an item."""
-    return (int(key[:12], 16) + 7 * row) % PRIME
+    return ENCODE * (int(key[:12], 16) % PRIME) + row
 
 
-def expected_tokens(token_ids: Sequence[int], items: Sequence[MediaItem], count: int) -> list[int]:
-    """The next `count` tokens, by hand."""
+def expected_tokens(token_ids: Sequence[int], items: Sequence[MediaItem], count: int, seed: int = 0) -> list[int]:
+    """The first `count` tokens of the answer to a prompt, by hand."""
     values = list(token_ids)
     for item in items:
         places = [place for start, length in item.runs for place in range(start, start + length)]
         for row, place in enumerate(places):
             values[place] = row_value(item.key, row)
-    for _ in range(count):
-        values.append(_next_token(values))
-    return values[len(token_ids) :]
+    kv = sum(PREFILL * (place + 1) * value for place, value in enumerate(values))
+    tokens: list[int] = []
+    for place in range(len(values), len(values) + count):
+        tokens.append(_next_token(kv, seed))
+        kv += DECODE * (place + 1) * tokens[-1]
+    return tokens
 
 
-def _next_token(values: Sequence[int]) -> int:
-    return sum((place + 1) * value for place, value in enumerate(values)) % PRIME % NUM_TOKENS
+def _next_token(kv: int, seed: int) -> int:
+    return FIRST_ID + (kv + seed) % PRIME % SPAN
 
 
 @dataclass(slots=True)
 class Fabric:
     """The data plane between arithmetic runners. `is_holding`: loads end when it is set to False again. `failures`: the next load of a key
-    (or request) ends with that reason."""
+    (or request) ends with that reason. A runner that is not in `runners` is gone, and its memory with it."""
 
     runners: "dict[str, ArithmeticRunner]" = field(default_factory=dict)
     is_holding: bool = False
@@ -105,23 +132,29 @@ class Memory:
 @dataclass(slots=True)
 class ArithmeticRequest:
     token_ids: list[int]
+    num_prompt_tokens: int
+    seed: int
     items: tuple[MediaItem, ...]
     block_ids: list[int]
     num_computed: int
 
 
 class ArithmeticRunner:
+    """`script`: the first tokens of every answer, in place of the arithmetic's. `held`: the keys and request ids of loads that are under
+    way until whoever put them in takes them out."""
+
     def __init__(self, config: EngineConfig, fabric: Fabric, worker_id: str) -> None:
         self._config = config
         self._fabric = fabric
         self._worker_id = worker_id
         self.memories = {"ec": Memory(), "kv": Memory()}
         self._requests: dict[str, ArithmeticRequest] = {}
-        self._item_rows: dict[str, int] = {}  # resident key -> rows
-        self._item_pages: dict[str, tuple[int, ...]] = {}  # resident key -> pages
+        self._items: dict[str, tuple[int, tuple[int, ...]]] = {}  # resident key -> number of rows, pages
         self._ec_loads: list[ECLoad] = []
         self._kv_loads: list[KVLoad] = []
         self.encoded_keys: list[str] = []
+        self.held: set[str] = set()
+        self.script: tuple[int, ...] = ()
         fabric.runners[worker_id] = self
 
     def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput:
@@ -140,6 +173,7 @@ class ArithmeticRunner:
 
     def _update_states(self, output: SchedulerOutput) -> None:
         self.memories["ec"].recycle(output.freed_pages)
+        self._items = {key: item for key, item in self._items.items() if item[1][0] not in output.freed_pages}
         self.memories["kv"].recycle(output.freed_block_ids)
         for request_id in output.finished_request_ids:
             self._requests.pop(request_id, None)  # unknown if the step that brought it failed
@@ -151,7 +185,12 @@ class ArithmeticRunner:
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self._requests, "a request is new twice"
         self._requests[new.request_id] = ArithmeticRequest(
-            list(new.token_ids), new.items, list(new.block_ids), new.num_computed_tokens
+            token_ids=list(new.token_ids),
+            num_prompt_tokens=new.num_prompt_tokens,
+            seed=new.sampling.seed,
+            items=new.items,
+            block_ids=list(new.block_ids),
+            num_computed=new.num_computed_tokens,
         )
 
     def _extend(self, cached: CachedRequestData) -> None:
@@ -160,57 +199,56 @@ class ArithmeticRunner:
         request.block_ids.extend(cached.new_block_ids)
 
     def _finish_loads(self, ec_output: ECConnectorOutput, kv_output: KVConnectorOutput) -> None:
-        waiting_ec: list[ECLoad] = []
-        for load in self._ec_loads:
-            if self._fabric.is_holding and not load.is_needed:
-                waiting_ec.append(load)
-                continue
-            content = self._fabric.read(load.ticket.data, load.ticket.key)
-            if isinstance(content, FailureReason):
-                ec_output.failed_loads[load.ticket.key] = content
-                continue
-            self.memories["ec"].fill(load.pages, content)
-            self._item_rows[load.ticket.key] = load.ticket.num_rows
-            self._item_pages[load.ticket.key] = load.pages
-            ec_output.finished_loads.add(load.ticket.key)
-        waiting_kv: list[KVLoad] = []
-        for load in self._kv_loads:
-            if self._fabric.is_holding:
-                waiting_kv.append(load)
-                continue
-            content = self._fabric.read(load.ticket.data, load.request_id)
-            if isinstance(content, FailureReason):
-                kv_output.failed_loads[load.request_id] = content
-                continue
-            self.memories["kv"].fill(load.block_ids, content)
-            kv_output.finished_loads.add(load.request_id)
-        self._ec_loads, self._kv_loads = waiting_ec, waiting_kv
+        ec_loads, self._ec_loads = self._ec_loads, []
+        for load in ec_loads:
+            key, ticket = load.ticket.key, load.ticket
+            if key in self.held or (self._fabric.is_holding and not load.is_needed):
+                self._ec_loads.append(load)
+            elif self._read(ticket.data, key, load.pages, ec_output):
+                self._items[key] = (ticket.num_rows, load.pages)
+        kv_loads, self._kv_loads = self._kv_loads, []
+        for load in kv_loads:
+            if load.request_id in self.held or self._fabric.is_holding:
+                self._kv_loads.append(load)
+            else:
+                self._read(load.ticket.data, load.request_id, load.block_ids, kv_output)
+
+    def _read(self, ticket: Ticket, name: str, pages: Sequence[int], output: ECConnectorOutput | KVConnectorOutput) -> bool:
+        content = self._fabric.read(ticket, name)
+        if isinstance(content, FailureReason):
+            output.failed_loads[name] = content
+            return False
+        self.memories[ticket.arena].fill(pages, content)
+        output.finished_loads.add(name)
+        return True
 
     def _encode(self, output: SchedulerOutput) -> None:
         for each in output.encodes:
             self.encoded_keys.append(each.key)
+            self._items[each.key] = (each.num_rows, each.pages)
             for row in range(each.num_rows):
                 value = row_value(each.key, row)
                 self.memories["ec"].write(each.pages, self._config.cache.rows_per_page, row, value)
 
     def _compute(self, request_id: str, num_tokens: int, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         request = self._requests[request_id]
-        failed = result.ec_connector_output.failed_loads if result.ec_connector_output is not None else {}
         end = request.num_computed + num_tokens
         assert 0 < num_tokens <= len(request.token_ids) - request.num_computed, "a window is empty or too long"
-        needed = [item for item in request.items if item.rows_before(end) > item.rows_before(request.num_computed)]
-        if any(item.key in failed for item in needed):
+        needed = {item.key for item in request.items if item.rows_before(end) > item.rows_before(request.num_computed)}
+        if not needed <= self._items.keys():
             result.stalled_requests.add(request_id)
             return
+        block_size, memory = self._config.cache.block_size, self.memories["kv"]
         for place in range(request.num_computed, end):
-            value = self._value_at(request, place, output)
-            self.memories["kv"].write(request.block_ids, self._config.cache.block_size, place, value)
+            constant = PREFILL if place < request.num_prompt_tokens else DECODE
+            memory.write(request.block_ids, block_size, place, constant * (place + 1) * self._value_at(request, place, output))
         request.num_computed = end
         if end == len(request.token_ids):
-            values = [self.memories["kv"].read(request.block_ids, self._config.cache.block_size, p) for p in range(end)]
-            token = _next_token(values)
+            index = end - request.num_prompt_tokens
+            kv = sum(memory.read(request.block_ids, block_size, place) for place in range(end))
+            token = self.script[index] if index < len(self.script) else _next_token(kv, request.seed)
             request.token_ids.append(token)
-            result.sampled[request_id] = TokenLogprob(token, 0.0)
+            result.sampled[request_id] = TokenLogprob(token, LOGPROB, ((token, LOGPROB), SECOND_BEST))
 
     def _value_at(self, request: ArithmeticRequest, place: int, output: SchedulerOutput) -> int:
         for item in request.items:
@@ -223,19 +261,15 @@ class ArithmeticRunner:
     def _publish(
         self, output: SchedulerOutput, result: ModelRunnerOutput, ec_output: ECConnectorOutput, kv_output: KVConnectorOutput
     ) -> None:
-        rows = self._item_rows | {each.key: each.num_rows for each in output.encodes}
-        self._item_rows = rows
-        self._item_pages.update((each.key, each.pages) for each in output.encodes)
-        metadata = output.ec_connector_metadata
-        for key in (*metadata.saves, *metadata.republish):
-            data = self.memories["ec"].ticket(self._worker_id, "ec", self._item_pages[key], metadata.lease_s)
-            ec_output.published[key] = ECTicket(key, rows[key], self._config.model.row_width, self._config.model.dtype, data)
-        kv_metadata = output.kv_connector_metadata
-        for save in kv_metadata.saves:
+        config, ec, kv = self._config, output.ec_connector_metadata, output.kv_connector_metadata
+        for key in (*ec.saves, *ec.republish):
+            num_rows, pages = self._items[key]
+            data = self.memories["ec"].ticket(self._worker_id, "ec", pages, ec.lease_s)
+            ec_output.published[key] = ECTicket(key, num_rows, config.model.row_width, config.model.dtype, data)
+        for save in kv.saves:
             if save.request_id in result.stalled_requests:
                 continue
-            data = self.memories["kv"].ticket(self._worker_id, "kv", save.block_ids, kv_metadata.lease_s)
-            block_size = self._config.cache.block_size
+            data = self.memories["kv"].ticket(self._worker_id, "kv", save.block_ids, kv.lease_s)
             kv_output.published[save.request_id] = KVTicket(
-                save.request_id, save.num_tokens, block_size, self._config.kv_block_nbytes, self._config.model.dtype, data
+                save.request_id, save.num_tokens, config.cache.block_size, config.kv_block_nbytes, config.model.dtype, data
             )

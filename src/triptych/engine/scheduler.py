@@ -344,9 +344,10 @@ class Scheduler:
             request.change_status(RequestStatus.LOADING_KV)
 
     def _update_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
-        for request_id in [*kv_output.finished_loads, *kv_output.failed_loads]:
+        loaded = sorted(kv_output.finished_loads)  # a set's order would differ from run to run
+        for request_id in [*loaded, *kv_output.failed_loads]:
             self.kv.reclaim(self._kv_connector.end_load(request_id))
-        for request_id in kv_output.finished_loads:
+        for request_id in loaded:
             request = self._requests.get(request_id)
             if request is None or request.kv_ticket is None or request.status != RequestStatus.LOADING_KV:
                 continue  # the copy was for an earlier request of this id

@@ -1,97 +1,63 @@
-"""`FakeWorkerClient`: an arithmetic model in place of a worker, whose answers a reader computes by hand.
+"""`FakeWorkerClient`: a worker within the running loop: the real engine over the arithmetic runner, whose answers one computes by hand.
 
-    item       its rows are      ENCODE * digit(key) + row          digit: the key's first 8 hex digits mod 1000
-    KV         of a prompt token PREFILL * (position + 1) * id      a placeholder has its row in place of the id
-               of a generated one DECODE * (position + 1) * id
-    next token FIRST_ID + (sum of the KV + seed) mod SPAN           `end_after` tokens, then a stop
-
-Each stage has a constant of its own, so a wrong route, a stale row or a lost, doubled or moved token shows in the answer. What
-moves between workers moves through a `FakePlane`, by ticket.
-
-Reproduces: the events of each role and their order, waits for items, hand-over, tickets with generations, leases held until released,
-refusals by role, aborts; and on command death, hanging, late answers, lost items, failures. Does not reproduce: batching, cache
-sizes, chunks, queues, preemption.
+Reproduces: whatever the engine decides (batches, chunks, queues, waits, small caches, preemption, leases, deadlines), refusals by role, what steps,
+loads and preparations take in the loop's seconds (virtual ones on a `VirtualTimeLoop`); and on command death, standing still, failures.
+Does not reproduce: pixels, floating point, processes and threads, a network: a call arrives at once.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from triptych.config import Fingerprint, Role, Stage
+from triptych.config import CacheConfig, EngineConfig, Role
+from triptych.engine.admission import check_role, check_tower
+from triptych.engine.arithmetic_runner import MODEL, ArithmeticRunner, Fabric
+from triptych.engine.core import EngineCore
+from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
     TERMINAL_EVENTS,
-    ECNeeded,
     Encoded,
     EncodeEvent,
     EncodeFailed,
+    EngineEvent,
     Failed,
-    Finished,
     GenerateEvent,
-    HandedOver,
     NewTokens,
-    StageTimings,
+    PreparationNeeded,
 )
-from triptych.errors import FailureReason, RequestError, TransferError, WorkerLostError
-from triptych.media.item import MediaItem
-from triptych.output import ECTicket, KVTicket, TokenLogprob
+from triptych.engine.request import RequestSpec
+from triptych.errors import FailureReason, RequestError, WorkerLostError
+from triptych.output import ModelRunnerOutput, SchedulerOutput
 from triptych.router.worker_client import WorkerClient
-from triptych.transfer.ticket import Ticket
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
 
-ENCODE, PREFILL, DECODE = 3, 5, 7
-FIRST_ID, SPAN = 300, 500
-T = TypeVar("T")
+Command = Callable[[EngineCore], None]
+StreamEvent = GenerateEvent | EncodeEvent
 
-FINGERPRINT = Fingerprint("fake", "arithmetic", "int", 16, 1, 1, 1, 1)
-
-
-def item_digit(key: str) -> int:
-    return int(key[:8], 16) % 1000
-
-
-@dataclass
-class FakePlane:
-    """What the data plane reaches: (worker, name) -> (generation, value)."""
-
-    memory: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict[tuple[str, str], tuple[int, int]])
-    lost: set[str] = field(default_factory=set[str])
-
-    def publish(self, worker: str, name: str, value: int) -> Ticket:
-        generation = self.memory.get((worker, name), (0, 0))[0] + 1
-        self.memory[worker, name] = (generation, value)
-        return Ticket(worker, name, (0,), (generation,), 1, 1, "", 60.0, {"fake": worker})
-
-    def read(self, ticket: Ticket) -> int:
-        if ticket.producer in self.lost:
-            raise TransferError(FailureReason.PEER_LOST, f"{ticket.producer} is gone")
-        if (ticket.producer, ticket.arena) not in self.memory:
-            raise TransferError(FailureReason.MISSING, f"{ticket.producer} has no {ticket.arena}")
-        generation, value = self.memory[ticket.producer, ticket.arena]
-        if generation != ticket.generations[0]:
-            raise TransferError(FailureReason.STALE, f"{ticket.arena} was recycled")
-        return value
+CONFIG = EngineConfig(MODEL, is_alone=False, cache=CacheConfig(num_kv_blocks=256, encoder_cache_rows=4096))
 
 
 @dataclass
 class FakeCosts:
-    """Seconds of virtual time."""
+    """Seconds. A step takes the sum of what it does; preparations and loads run beside the steps."""
 
-    encode_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0  # per token
-    transfer_s: float = 0.0  # per item, and per hand-over
+    encode_s: float = 0.0  # a step that runs the tower
+    prefill_s: float = 0.0  # a step that computes several tokens of a request
+    decode_s: float = 0.0  # a step that computes one token of a request
+    transfer_s: float = 0.0  # a load
+    preparation_s: float = 0.0  # bytes -> tower inputs
 
 
 @dataclass
 class FakeFaults:
-    """What goes wrong next; lists are used up one by one, from the front."""
+    """What goes wrong next; lists are used up one by one, from the front. An exception refuses the call, the others are its answer."""
 
     encodes: deque[FailureReason | Exception] = field(default_factory=deque[FailureReason | Exception])
     generates: deque[Failed | Exception] = field(default_factory=deque[Failed | Exception])
+    slow_loads_s: deque[float] = field(default_factory=deque[float])  # by which the next loads take longer
     die_while_encoding: bool = False
     die_after_encoding: bool = False  # the ticket arrives, the producer is gone
     die_while_prefilling: bool = False
@@ -102,7 +68,7 @@ class FakeFaults:
 
 @dataclass
 class FakeRecord:
-    """What the worker was asked, and how it ended."""
+    """What the worker was asked, and what it said."""
 
     generates: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
     encodes: list[EncodeRequest] = field(default_factory=list[EncodeRequest])
@@ -110,247 +76,285 @@ class FakeRecord:
     deliveries: list[ECDelivery] = field(default_factory=list[ECDelivery])
     aborted: list[str] = field(default_factory=list[str])  # generates and encodes left before their end
     released: list[str] = field(default_factory=list[str])
-    failed_encodes: set[str] = field(default_factory=set[str])  # answered without a ticket
+    num_tokens: int = 0  # sent
 
 
 class FakeWorkerClient(WorkerClient):
-    """`end_after` is the number of tokens after which the model says a stop token; `script` replaces the arithmetic's tokens."""
+    """`config`'s role is replaced by `role`. Its engine starts with the first call and runs until `die`, or the loop's end."""
 
     def __init__(
-        self, worker_id: str, role: str, plane: FakePlane, *, costs: FakeCosts | None = None, end_after: int = 8,
-        script: tuple[int, ...] = (), info: WorkerInfo | None = None,
+        self, worker_id: str, role: str, fabric: Fabric, *, costs: FakeCosts | None = None, config: EngineConfig = CONFIG,
+        info: WorkerInfo | None = None,
     ) -> None:  # fmt: skip
-        self.info = info or WorkerInfo(worker_id, role, FINGERPRINT, 4096, 4096, 4096)
-        self.role = Role.parse(role)
-        self.plane = plane
+        self.config = replace(config, role=Role.parse(role))
+        self.info = info or _describe(worker_id, self.config)
         self.costs = costs or FakeCosts()
         self.faults = FakeFaults()
         self.record = FakeRecord()
-        self.end_after = end_after
-        self.script = script
-        self.resident: dict[str, int] = {}  # items in this worker's encoder cache
-        self.running = asyncio.Event()  # cleared: it hangs
+        self.runner = ArithmeticRunner(self.config, fabric, worker_id)
+        self.core = EngineCore(self.config, self, self._clock)
+        self.running = asyncio.Event()  # cleared: it stands still
         self.running.set()
-        self._dead = asyncio.Event()
-        self._inboxes: dict[str, asyncio.Queue[ECDelivery]] = {}
+        self.dead = asyncio.Event()
+        self.engine: asyncio.Task[None] | None = None
+        self._fabric = fabric
+        self._ahead_s = 0.0  # of the loop's time, while a step is computed at once and takes its time afterwards
+        self._commands: list[Command] = []
+        self._has_work = asyncio.Event()
+        self._streams: dict[str, asyncio.Queue[StreamEvent | None]] = {}  # None: the worker is dead
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
 
     # --- on command
 
     def die(self) -> None:
-        self._dead.set()
-        self.plane.lost.add(self.info.worker_id)
+        """Its connections end, and its memory is gone."""
+        self.dead.set()
+        self.running.set()
+        self._fabric.runners.pop(self.info.worker_id, None)
+        if self.engine is not None:
+            self.engine.cancel()
+        for events in self._streams.values():
+            events.put_nowait(None)
 
     def hang(self) -> None:
+        """Like SIGSTOP: calls get no answer, but its memory can be read."""
         self.running.clear()
 
-    def lose(self, key: str) -> None:
-        """Evict an item: from the cache, and for those who hold a ticket."""
-        self.resident.pop(key, None)
-        self.plane.memory.pop((self.info.worker_id, key), None)
+    def go_on(self) -> None:
+        self.running.set()
+
+    def lose(self, name: str) -> None:
+        """Give up an item (by its key) or the KV of a request (by its id), also if it is leased: who reads it later finds it stale."""
+        cache = self.core.scheduler.cache
+        if cache.is_resident(name):
+            cache.discard(name)
+        self._submit(lambda core: core.scheduler.release(name))
 
     # --- WorkerClient
 
-    async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
-        self._require(Stage.ENCODE)
-        self.record.encodes.append(request)
-        self.record.media.append(media)
-        try:
-            return await self._encode(request)
-        except asyncio.CancelledError:
-            self.record.aborted.append(request.encode_id)
-            raise
-
-    async def _encode(self, request: EncodeRequest) -> EncodeEvent:
-        was_cached = request.key in self.resident
-        await self._spend(0.0 if was_cached else self.costs.encode_s)
-        if self.faults.die_while_encoding:
-            self.die()
-            self._check_alive()
-        if self.faults.encodes:
-            fault = self.faults.encodes.popleft()
-            self.record.failed_encodes.add(request.encode_id)
-            if isinstance(fault, Exception):
-                raise fault
-            return EncodeFailed(request.encode_id, request.key, f"the tower said {fault}", fault)
-        value = ENCODE * item_digit(request.key)
-        self.resident[request.key] = value
-        timings = StageTimings(encode_s=0.0 if was_cached else self.costs.encode_s)
-        if request.will_stay:
-            return Encoded(request.encode_id, request.key, None, was_cached, timings)
-        data = self.plane.publish(self.info.worker_id, request.key, value)
-        if self.faults.die_after_encoding:
-            self.die()
-        ticket = ECTicket(request.key, request.num_rows, 1, "int", data)
-        return Encoded(request.encode_id, request.key, ticket, was_cached, timings)
-
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
-        self._require(Stage.DECODE if request.kv_transfer_params.ticket else Stage.PREFILL)
+        self._check_alive()
+        spec = _to_spec(request)
+        check_role(spec, self.config)
         self.record.generates.append(request)
+        events = self._streams[spec.request_id] = asyncio.Queue()
         has_ended = False
         try:
-            async for event in self._generate(request):
+            if self.faults.start_late_s:
+                await asyncio.sleep(self.faults.start_late_s)
+            if self.faults.generates:
+                fault, has_ended = self.faults.generates.popleft(), True
+                if isinstance(fault, Exception):
+                    raise fault
+                yield msgspec.structs.replace(fault, id=spec.request_id)
+            else:
+                for ticket in request.ec_transfer_params.tickets:
+                    self._submit(lambda core, ticket=ticket: core.announce(ticket))
+                self._submit(lambda core: core.add_request(spec))
+            while not has_ended:
+                event = await self._next(events)
+                assert not isinstance(event, Encoded | EncodeFailed)
                 has_ended = isinstance(event, TERMINAL_EVENTS)
                 yield event
-        except (asyncio.CancelledError, GeneratorExit):
-            if not has_ended:
-                self.record.aborted.append(request.request_id)
-            raise
+        finally:
+            self._close(spec.request_id, has_ended)
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
-        await self._spend(self.faults.start_late_s)
-        if self.faults.generates:
-            fault = self.faults.generates.popleft()
-            if isinstance(fault, Exception):
-                raise fault
-            yield msgspec.structs.replace(fault, id=request.request_id)
-            return
-        kv, timings = 0, StageTimings()
-        async for step in self._load(request) if request.kv_transfer_params.ticket else self._prefill(request):
-            if isinstance(step, tuple):
-                kv, timings = step
-                continue
-            yield step
-            if isinstance(step, Failed):
-                return
-        async for event in self._decode(request, kv, timings):
-            yield event
+    async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
+        self._check_alive()
+        check_tower(self.config)
+        self.record.encodes.append(request)
+        self.record.media.append(media)
+        refusal = self.faults.encodes[0] if self.faults.encodes else None
+        if isinstance(refusal, Exception):
+            self.faults.encodes.popleft()
+            raise refusal
+        spec = EncodeSpec(
+            request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
+        )
+        events = self._streams[request.encode_id] = asyncio.Queue()
+        event: StreamEvent | None = None
+        try:
+            self._submit(lambda core: core.add_encode(spec))
+            event = await self._next(events)
+        finally:
+            self._close(request.encode_id, has_ended=event is not None)
+        assert isinstance(event, Encoded | EncodeFailed)
+        return event
 
     async def deliver(self, delivery: ECDelivery) -> None:
-        self._check_alive()
+        await self._get_in()
         self.record.deliveries.append(delivery)
+        ticket, failure = delivery.ticket, delivery.failure
         if self.faults.ignore_deliveries:
             self.faults.ignore_deliveries -= 1
-            return
-        self._inboxes.setdefault(delivery.request_id, asyncio.Queue()).put_nowait(delivery)
+        elif failure is not None:
+            self._submit(lambda core: core.item_failed(delivery.request_id, delivery.message, failure))
+        elif ticket is not None:
+            if not self.config.is_ec_consumer:
+                raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
+            self._submit(lambda core: core.announce(ticket))
 
     async def release(self, id: str) -> None:
-        self._check_alive()
+        await self._get_in()
         self.record.released.append(id)
-        self.plane.memory.pop((self.info.worker_id, id), None)
+        self._submit(lambda core: core.scheduler.release(id))
 
     async def watch(self) -> None:
-        await self._dead.wait()
+        await self.dead.wait()
 
     async def close(self) -> None:
         pass
 
-    # --- the arithmetic
+    def _close(self, id: str, has_ended: bool) -> None:
+        del self._streams[id]
+        if not has_ended and not self.dead.is_set():
+            self.record.aborted.append(id)
+            self._submit(lambda core: core.scheduler.abort(id))
 
-    async def _prefill(self, request: GenerateRequest) -> AsyncIterator[ECNeeded | Failed | tuple[int, StageTimings]]:
-        inbox = self._inboxes.setdefault(request.request_id, asyncio.Queue())
-        tickets = {ticket.key: ticket for ticket in request.ec_transfer_params.tickets}
-        items = request.ec_transfer_params.items
-        waited_s = 0.0
-        rows: dict[int, int] = {}
-        for item in items:
-            if item.key not in self.resident and item.key not in tickets:
-                yield ECNeeded(request.request_id, item.key, FailureReason.MISSING)
-        for item in items:
-            started = asyncio.get_running_loop().time()
-            async for event in self._receive(request.request_id, item, tickets, inbox):
-                yield event
-                if isinstance(event, Failed):
-                    return
-            waited_s += asyncio.get_running_loop().time() - started
-            rows |= placeholder_rows(item, self.resident[item.key])
-        await self._spend(self.costs.prefill_s)
-        if self.faults.die_while_prefilling:
-            self.die()
-        kv = sum(
-            (PREFILL if position < request.num_prompt_tokens else DECODE) * (position + 1) * rows.get(position, token_id)
-            for position, token_id in enumerate(request.token_ids)
-        )
-        yield kv, StageTimings(prefill_s=self.costs.prefill_s, ec_wait_s=waited_s)
+    async def _next(self, events: "asyncio.Queue[StreamEvent | None]") -> StreamEvent:
+        event = await events.get()
+        if event is None:
+            raise self._lost()
+        return event
 
-    async def _receive(
-        self, request_id: str, item: MediaItem, tickets: dict[str, ECTicket], inbox: asyncio.Queue[ECDelivery]
-    ) -> AsyncIterator[ECNeeded | Failed]:
-        """Until the item is resident, or cannot be had."""
-        while item.key not in self.resident:
-            ticket = tickets.pop(item.key, None)
-            if ticket is None:
-                delivery = await self._while_alive(inbox.get())
-                if delivery.failure is not None:
-                    yield Failed(request_id, delivery.message, "ec_unavailable", 503, delivery.failure)
-                    return
-                if delivery.ticket is not None:
-                    tickets[delivery.key] = delivery.ticket
-                continue
-            await self._spend(self.costs.transfer_s)
-            try:
-                self.resident[item.key] = self.plane.read(ticket.data)
-            except TransferError as error:
-                yield ECNeeded(request_id, item.key, error.reason)
-
-    async def _load(self, request: GenerateRequest) -> AsyncIterator[Failed | tuple[int, StageTimings]]:
-        ticket = request.kv_transfer_params.ticket
-        assert ticket is not None
-        await self._spend(self.costs.transfer_s)
-        try:
-            kv = self.plane.read(ticket.data)
-        except TransferError as error:
-            yield Failed(request.request_id, str(error), "kv_unavailable", 503, error.reason)
-            return
-        for position in range(ticket.num_tokens, len(request.token_ids)):
-            kv += DECODE * (position + 1) * request.token_ids[position]
-        yield kv, StageTimings(kv_transfer_s=self.costs.transfer_s)
-
-    async def _decode(self, request: GenerateRequest, kv: int, timings: StageTimings) -> AsyncIterator[GenerateEvent]:
-        sampling, request_id = request.sampling_params, request.request_id
-        length, num_sent, decode_s = len(request.token_ids), 0, 0.0
-        while True:
-            count = length - request.num_prompt_tokens
-            if count >= sampling.max_tokens or count == self.end_after:
-                reason = "length" if count >= sampling.max_tokens else "stop"
-                yield Finished(request_id, reason, msgspec.structs.replace(timings, decode_s=decode_s))
-                return
-            if num_sent or request.kv_transfer_params.ticket:
-                await self._spend(self.costs.decode_s)
-                decode_s += self.costs.decode_s
-            if num_sent == self.faults.die_after_tokens:
-                self.die()
-            self._check_alive()
-            token_id = self.script[count] if self.script else FIRST_ID + (kv + sampling.seed) % SPAN
-            yield NewTokens(request_id, (TokenLogprob(token_id, -0.5, ((token_id, -0.5), (7, -2.0))),))
-            num_sent += 1
-            if request.kv_transfer_params.do_remote_decode and count + 1 < sampling.max_tokens:
-                data = self.plane.publish(self.info.worker_id, request_id, kv)
-                yield HandedOver(request_id, KVTicket(request_id, length, 16, 1, "int", data), timings)
-                return
-            length += 1
-            kv += DECODE * length * token_id
-
-    # --- life
-
-    async def _spend(self, seconds: float) -> None:
-        async def spend() -> None:
-            await asyncio.sleep(seconds)
-            await self.running.wait()
-
-        await self._while_alive(spend())
-
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for `work`, but no longer than this worker lives."""
-        task, death = asyncio.ensure_future(work), asyncio.ensure_future(self._dead.wait())
-        try:
-            await asyncio.wait((task, death), return_when=asyncio.FIRST_COMPLETED)
-            self._check_alive()
-            return task.result()
-        finally:
-            task.cancel()
-            death.cancel()
+    async def _get_in(self) -> None:
+        self._check_alive()
+        await self.running.wait()
+        self._check_alive()
 
     def _check_alive(self) -> None:
-        if self._dead.is_set():
-            raise WorkerLostError(f"worker {self.info.worker_id} is lost.")
+        if self.dead.is_set():
+            raise self._lost()
 
-    def _require(self, stage: Stage) -> None:
-        self._check_alive()
-        if stage not in self.role:
-            raise RequestError(f"worker {self.info.worker_id} has role {self.role} and does not {stage.name.lower()}.")
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(f"worker {self.info.worker_id} is lost.")
+
+    # --- the engine: what EngineThread, MediaPreparation and EventStreams do in a process
+
+    def _submit(self, command: Command) -> None:
+        self._commands.append(command)
+        self._has_work.set()
+        if self.engine is None:
+            self.engine = asyncio.create_task(self._run(), name=f"engine of {self.info.worker_id}")
+
+    def _clock(self) -> float:
+        return asyncio.get_running_loop().time() + self._ahead_s
+
+    async def _run(self) -> None:
+        has_moved = False
+        while True:
+            if not has_moved:
+                await self._wait_for_work()
+            await self.running.wait()
+            self._has_work.clear()
+            commands, self._commands = self._commands, []
+            for command in commands:
+                command(self.core)
+            events, has_moved = self.core.step()
+            await asyncio.sleep(self._ahead_s)
+            self._ahead_s = 0.0
+            await self.running.wait()
+            self._dispatch(events)
+
+    async def _wait_for_work(self) -> None:
+        """Until a call, the end of a load or the next deadline."""
+        timeout_s = self.core.seconds_to_deadline()
+        deadline = asyncio.get_running_loop().call_later(timeout_s, self._has_work.set) if timeout_s is not None else None
+        await self._has_work.wait()
+        if deadline is not None:
+            deadline.cancel()
+
+    def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput:
+        """As the step's clock tells it, the step takes its time in here."""
+        sizes = scheduler_output.num_scheduled_tokens.values()
+        encode_s = self.costs.encode_s if scheduler_output.encodes else 0.0
+        prefill_s = self.costs.prefill_s if any(size > 1 for size in sizes) else 0.0
+        decode_s = self.costs.decode_s if any(size == 1 for size in sizes) else 0.0
+        self._ahead_s += self._begin_loads(scheduler_output) + encode_s + prefill_s + decode_s
+        result = self.runner.execute_model(scheduler_output)
+        result.encode_s = encode_s
+        return result
+
+    def _begin_loads(self, output: SchedulerOutput) -> float:
+        """How long the step waits for what it needs."""
+        waited_s, bound_s = 0.0, output.ec_connector_metadata.timeout_s
+        for load in output.ec_connector_metadata.loads:
+            transfer_s = self._transfer_s()
+            if load.is_needed:
+                waited_s = max(waited_s, min(transfer_s, bound_s))
+            if not load.is_needed or transfer_s > bound_s:
+                self._hold(load.ticket.key, transfer_s)
+        for load in output.kv_connector_metadata.loads:
+            self._hold(load.request_id, self._transfer_s())
+        return waited_s
+
+    def _transfer_s(self) -> float:
+        delays = self.faults.slow_loads_s
+        return self.costs.transfer_s + (delays.popleft() if delays else 0.0)
+
+    def _hold(self, name: str, seconds: float) -> None:
+        if seconds:
+            self.runner.held.add(name)
+            asyncio.get_running_loop().call_later(seconds, self._end_load, name)
+
+    def _end_load(self, name: str) -> None:
+        self.runner.held.discard(name)
+        self._has_work.set()
+
+    def _dispatch(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, PreparationNeeded):
+                asyncio.get_running_loop().call_later(self.costs.preparation_s, self._end_preparation, event.key)
+                continue
+            if self._dies_before(event):
+                self.die()
+                return
+            if event.id in self._streams:
+                self._streams[event.id].put_nowait(event)
+            if isinstance(event, Encoded) and self.faults.die_after_encoding:
+                self.die()
+                return
+
+    def _dies_before(self, event: StreamEvent) -> bool:
+        match event:
+            case Encoded():
+                return self.faults.die_while_encoding
+            case NewTokens():
+                self.record.num_tokens += 1
+                return self.faults.die_while_prefilling or self.record.num_tokens - 1 == self.faults.die_after_tokens
+            case _:
+                return False
+
+    def _end_preparation(self, key: str) -> None:
+        reason = self.faults.encodes.popleft() if self.faults.encodes else None
+        if isinstance(reason, FailureReason):
+            self._submit(lambda core: core.scheduler.preparation_failed(key, f"the tower said {reason}", reason))
+        else:
+            self._submit(lambda core: core.scheduler.prepared(key, None, self.costs.preparation_s))
 
 
-def placeholder_rows(item: MediaItem, value: int) -> dict[int, int]:
-    """Position -> the row that stands there."""
-    positions = [start + offset for start, length in item.runs for offset in range(length)]
-    return {position: value + row for row, position in enumerate(positions)}
+def _to_spec(request: GenerateRequest) -> RequestSpec:
+    return RequestSpec(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling_params,
+        items=request.ec_transfer_params.items,
+        hands_over=request.kv_transfer_params.do_remote_decode,
+        kv_ticket=request.kv_transfer_params.ticket,
+        priority=request.priority,
+    )
+
+
+def _describe(worker_id: str, config: EngineConfig) -> WorkerInfo:
+    return WorkerInfo(
+        worker_id=worker_id,
+        role=str(config.role),
+        fingerprint=config.fingerprint,
+        max_model_len=config.model.max_model_len,
+        encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
+        kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
+    )

@@ -37,10 +37,13 @@ class Placement:
         self._num_placed = 0
 
     def pick_encode(self, item: MediaItem, prefill: PooledWorker | None, avoid: Collection[str] = ()) -> PooledWorker:
-        """The prefill worker itself where it has the tower: nothing has to move then."""
-        if prefill is not None and prefill.can(Stage.ENCODE) and prefill.is_ready and prefill.id not in avoid:
+        """Who has the item already, however much else it has to do: a ticket costs it next to nothing, another encode a whole one. Else the
+        prefill worker itself where it has the tower: nothing has to move then."""
+        candidates = [worker for worker in self._candidates(Stage.ENCODE) if worker.id not in avoid]
+        holders = [worker for worker in candidates if self.probably_holds(worker, item.key)]
+        if prefill is not None and prefill in (holders or candidates):
             return prefill
-        return self._pick(Stage.ENCODE, avoid, (item,))
+        return self._pick(Stage.ENCODE, avoid, (item,), among=holders)
 
     def pick_prefill(self, num_tokens: int, items: Iterable[MediaItem], avoid: Collection[str] = ()) -> PooledWorker:
         """One that decodes, too, or any where somebody takes its KV."""
@@ -112,7 +115,14 @@ class Placement:
             return [worker for worker in ready if worker.can(Stage.DECODE)]
         return ready
 
-    def _pick(self, stage: Stage, avoid: Collection[str], items: tuple[MediaItem, ...] = (), cost: int = 0) -> PooledWorker:
+    def _pick(
+        self,
+        stage: Stage,
+        avoid: Collection[str],
+        items: tuple[MediaItem, ...] = (),
+        cost: int = 0,
+        among: Collection[PooledWorker] = (),
+    ) -> PooledWorker:
         now = asyncio.get_running_loop().time()
 
         def order(worker: PooledWorker) -> tuple[bool, bool, int, int]:
@@ -121,7 +131,7 @@ class Placement:
             load = sum(worker.outstanding.values()) + cost + missing
             return worker.id in avoid, is_suspect, load, worker.last_placed[stage]
 
-        candidates = self._candidates(stage)
+        candidates = among or self._candidates(stage)
         if not candidates:
             raise _no_worker(stage)
         return min(candidates, key=order)

@@ -33,7 +33,7 @@ class PooledWorker:
         self.why_lost = ""
         self.left = asyncio.Event()  # set when it is lost
         self.suspect_until = 0.0  # by the loop's clock: an encode here took too long, others come first
-        self._scopes: set[asyncio.Timeout] = set()
+        self._scopes: dict[asyncio.Timeout, None] = {}  # in the order of entry, in which they are told
 
     @property
     def is_ready(self) -> bool:
@@ -50,14 +50,14 @@ class PooledWorker:
             async with scope:
                 if not self.is_ready:
                     raise WorkerLostError(self._lost_message)
-                self._scopes.add(scope)
+                self._scopes[scope] = None
                 yield
         except TimeoutError:
             if not scope.expired():
                 raise
             raise WorkerLostError(self._lost_message) from None
         finally:
-            self._scopes.discard(scope)
+            self._scopes.pop(scope, None)
 
     @property
     def _lost_message(self) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -17,10 +17,11 @@ from PIL import Image
 
 from triptych.config import ClusterLayout, MediaConfig, ModelConfig
 from triptych.demo import CHECKPOINT
+from triptych.engine.arithmetic_runner import Fabric, expected_tokens
 from triptych.errors import OverloadedError, TriptychError
 from triptych.media.item import MediaItem
 from triptych.models.inspect import resolve_model
-from triptych.router.fake_worker_client import DECODE, ENCODE, FIRST_ID, PREFILL, SPAN, FakeCosts, FakePlane, FakeWorkerClient
+from triptych.router.fake_worker_client import CONFIG, FakeCosts, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline
@@ -50,25 +51,11 @@ def key_of(number: int) -> str:
     return f"{number:08x}" + "0" * 56
 
 
-def arithmetic(prompt: Sequence[int], items: Sequence[MediaItem], count: int, seed: int = 0) -> list[int]:
-    """The tokens that the fakes' formula gives, from the prompt, the items' keys and nothing else."""
-    row_at = {
-        position: ENCODE * (int(item.key[:8], 16) % 1000) + row
-        for item in items
-        for row, position in enumerate(start + offset for start, length in item.runs for offset in range(length))
-    }
-    kv = sum(PREFILL * (position + 1) * row_at.get(position, token) for position, token in enumerate(prompt))
-    tokens: list[int] = []
-    for index in range(count):
-        tokens.append(FIRST_ID + (kv + seed) % SPAN)
-        kv += DECODE * (len(prompt) + index + 1) * tokens[-1]
-    return tokens
-
-
 @dataclass
 class Cluster:
     """Workers by name: E0, E1, P0, D0, EPD0 ..."""
 
+    fabric: Fabric
     workers: dict[str, FakeWorkerClient]
     pool: WorkerPool
     placement: Placement
@@ -79,7 +66,7 @@ class Cluster:
         return self.workers[name]
 
     def add(self, name: str) -> FakeWorkerClient:
-        worker = self.workers[name] = FakeWorkerClient(name, name.rstrip("0123456789"), next(iter(self.workers.values())).plane)
+        worker = self.workers[name] = FakeWorkerClient(name, name.rstrip("0123456789"), self.fabric)
         self.pool.join(worker)
         return worker
 
@@ -97,15 +84,16 @@ class Cluster:
 
 
 def _make_cluster(layout: str, *, costs: FakeCosts | None = None, **options: Any) -> Cluster:
-    parsed, plane = ClusterLayout.parse(layout), FakePlane()
+    parsed, fabric = ClusterLayout.parse(layout), Fabric()
+    config = replace(CONFIG, is_alone=len(parsed.roles) == 1)
     metrics, pool = RouterMetrics(), WorkerPool(parsed)
     workers: dict[str, FakeWorkerClient] = {}
     for role in parsed.roles:
-        name = f"{role}{sum(str(other.role) == str(role) for other in workers.values())}"
-        workers[name] = FakeWorkerClient(name, str(role), plane, costs=costs)
+        name = f"{role}{sum(str(other.config.role) == str(role) for other in workers.values())}"
+        workers[name] = FakeWorkerClient(name, str(role), fabric, costs=costs, config=config)
         pool.join(workers[name])
     placement = Placement(pool, metrics, wait_s=options.pop("worker_wait_s", 15.0))
-    return Cluster(workers, pool, placement, Pipeline(pool, placement, metrics, **options), metrics)
+    return Cluster(fabric, workers, pool, placement, Pipeline(pool, placement, metrics, **options), metrics)
 
 
 @pytest.fixture
@@ -133,7 +121,7 @@ def make_job() -> Callable[..., GenerateJob]:
 
 @pytest.fixture
 def expected() -> Callable[[GenerateJob], list[int]]:
-    return lambda job: arithmetic(job.token_ids, job.items, job.sampling.max_tokens, job.sampling.seed)
+    return lambda job: expected_tokens(job.token_ids, job.items, job.sampling.max_tokens, job.sampling.seed)
 
 
 # --- the app ---
@@ -174,12 +162,13 @@ def demo_model() -> ModelConfig:
 async def _serve(
     model: ModelConfig, layout: str, *, present: Sequence[str] | None = None, **limits: Any
 ) -> AsyncGenerator[Served]:
-    parsed, plane = ClusterLayout.parse(layout), FakePlane()
+    parsed, fabric = ClusterLayout.parse(layout), Fabric()
+    config = replace(CONFIG, is_alone=len(parsed.roles) == 1)
     async with open_serving(model, parsed, MediaConfig(), **limits) as serving:
         workers: dict[str, FakeWorkerClient] = {}
         for role in present if present is not None else [str(role) for role in parsed.roles]:
-            name = f"{role}{sum(str(other.role) == role for other in workers.values())}"
-            workers[name] = FakeWorkerClient(name, role, plane)
+            name = f"{role}{sum(str(other.config.role) == role for other in workers.values())}"
+            workers[name] = FakeWorkerClient(name, role, fabric, config=config)
             serving.pool.join(workers[name])
         app = make_app(Router(serving, "demo", model.max_model_len, max_body_nbytes=200_000))
         server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning"))

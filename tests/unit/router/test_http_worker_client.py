@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import Encoded, EncodeFailed, Failed, Finished, GenerateEvent, HandedOver, NewTokens
 from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, WorkerLostError
-from triptych.router.fake_worker_client import FakeCosts, FakePlane, FakeWorkerClient
+from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.running_request import GenerateJob
 from triptych.router.worker_client import WorkerClient
@@ -28,7 +29,7 @@ Make = Callable[..., Any]
 
 @pytest.fixture(params=["fake", "http"])
 async def client_and_worker(request: pytest.FixtureRequest, served: Make) -> AsyncIterator[tuple[WorkerClient, FakeWorkerClient]]:
-    worker = FakeWorkerClient("EPD0", "EPD", FakePlane())
+    worker = FakeWorkerClient("EPD0", "EPD", Fabric())
     if request.param == "fake":
         yield worker, worker
         return
@@ -143,7 +144,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_a_server_that_dies_within_a_stream_is_a_lost_worker(make_job: Make, served: Make) -> None:
-    worker = FakeWorkerClient("EPD0", "EPD", FakePlane(), costs=FakeCosts(decode_s=0.01))
+    worker = FakeWorkerClient("EPD0", "EPD", Fabric(), costs=FakeCosts(decode_s=0.01))
     worker.faults.die_after_tokens = 2
     async with served(worker) as (_, client):
         with pytest.raises(WorkerLostError, match="EPD0"):
@@ -151,7 +152,7 @@ async def test_a_server_that_dies_within_a_stream_is_a_lost_worker(make_job: Mak
 
 
 async def test_a_port_where_nobody_listens_is_a_lost_worker(make_job: Make, served: Make) -> None:
-    async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
+    async with served(FakeWorkerClient("EPD0", "EPD", Fabric())) as (server, client):
         await server.runner.cleanup()
         for call in (
             collect(client, message_of(make_job())),
@@ -167,7 +168,7 @@ async def test_a_port_where_nobody_listens_is_a_lost_worker(make_job: Make, serv
 
 async def test_a_watch_ends_with_the_connection_and_with_silence(served: Make) -> None:
     for end in ("connection", "silence"):
-        async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
+        async with served(FakeWorkerClient("EPD0", "EPD", Fabric())) as (server, client):
             watch = asyncio.create_task(client.watch())
             done, _ = await asyncio.wait({watch}, timeout=0.1)
             assert not done
@@ -179,14 +180,14 @@ async def test_a_watch_ends_with_the_connection_and_with_silence(served: Make) -
 
 
 async def test_what_the_protocol_does_not_know_is_an_internal_error(served: Make, make_job: Make) -> None:
-    async with served(FakeWorkerClient("EPD0", "EPD", FakePlane())) as (server, client):
+    async with served(FakeWorkerClient("EPD0", "EPD", Fabric())) as (server, client):
         server.odd_answer = b'{"event": "gossip", "id": 5}'
         with pytest.raises(InternalError, match="protocol"):
             await client.encode(EncodeRequest("e", "k", "image", 1), b"")
 
 
 async def test_a_ticket_longer_than_a_readers_line_limit_arrives(make_job: Make, served: Make) -> None:
-    worker = FakeWorkerClient("EPD0", "EPD", FakePlane())
+    worker = FakeWorkerClient("EPD0", "EPD", Fabric())
     async with served(worker) as (_, client):
         worker.faults.generates.append(Failed("", "x" * 1_000_000, "internal_error", 500))
         (event,) = await collect(client, message_of(make_job()))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from triptych.config import ClusterLayout, Stage
+from triptych.engine.arithmetic_runner import Fabric
 from triptych.errors import ConfigError, WorkerLostError
-from triptych.router.fake_worker_client import FINGERPRINT, FakePlane, FakeWorkerClient
+from triptych.router.fake_worker_client import CONFIG, FakeWorkerClient
 from triptych.router.pool import PooledWorker, WorkerPool
 from triptych.router.virtual_time import run_virtual
 from triptych.worker.protocol import WorkerInfo
@@ -17,12 +18,12 @@ from triptych.worker.protocol import WorkerInfo
 
 def make_worker(name: str, role: str, **info: Any) -> FakeWorkerClient:
     values: dict[str, Any] = {
-        "fingerprint": FINGERPRINT,
+        "fingerprint": CONFIG.fingerprint,
         "max_model_len": 4096,
         "encoder_cache_rows": 512,
         "kv_cache_tokens": 1024,
     } | info
-    return FakeWorkerClient(name, role, FakePlane(), info=WorkerInfo(worker_id=name, role=role, **values))
+    return FakeWorkerClient(name, role, Fabric(), info=WorkerInfo(worker_id=name, role=role, **values))
 
 
 def test_a_stage_without_worker_is_missing_and_encode_only_if_the_layout_has_it() -> None:
@@ -42,7 +43,7 @@ def test_a_worker_with_another_fingerprint_is_refused_and_the_log_names_the_fiel
     async def run() -> None:
         pool = WorkerPool()
         pool.join(make_worker("a", "P"))
-        other = make_worker("b", "D", fingerprint=replace(FINGERPRINT, block_size=32))
+        other = make_worker("b", "D", fingerprint=replace(CONFIG.fingerprint, block_size=32))
         with pytest.raises(ConfigError, match="block_size is 32 here and 16 there"), caplog.at_level(logging.ERROR):
             pool.join(other)
         assert "block_size" in caplog.text

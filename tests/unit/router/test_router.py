@@ -12,9 +12,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from triptych.demo import CHECKPOINT
+from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import Failed
 from triptych.errors import FailureReason, OverloadedError
-from triptych.router.fake_worker_client import FakeCosts, FakePlane, FakeWorkerClient
+from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
 from triptych.router.options import RouterOptions
 
 Serve = Callable[..., Any]
@@ -41,7 +42,7 @@ def says(served: Any, text: str) -> list[int]:
     """Make every worker answer `text` and stop."""
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     for worker in served.workers.values():
-        worker.script, worker.end_after = tuple(ids), len(ids)
+        worker.runner.script = (*ids, TOKENIZER.token_to_id("<|im_end|>"))
     return ids
 
 
@@ -150,10 +151,8 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
             "encode_retries", "replays",
         }  # fmt: skip
         assert timing["encode_retries"] == timing["replays"] == 0
-        assert timing["encode"] == pytest.approx(50, abs=5)
-        assert timing["prefill"] == pytest.approx(30, abs=0.01)
-        assert timing["kv_transfer"] == pytest.approx(20, abs=0.01)
-        assert timing["decode"] == pytest.approx(20, abs=0.01)
+        least = {"encode": 50, "ec_transfer": 20, "prefill": 30, "kv_transfer": 20, "decode": 20}
+        assert {stage: round(timing[stage]) for stage, ms in least.items() if round(timing[stage]) < ms} == {}
         assert 140 <= sum(timing.values()) <= elapsed_ms
 
 
@@ -304,7 +303,6 @@ async def test_a_router_that_stops_ends_open_streams_with_an_error_event(serve: 
     async with serve("PD1") as served:
         worker = served.workers["PD0"]
         worker.costs = FakeCosts(decode_s=0.02)
-        worker.end_after = 10**6
         streaming = asyncio.create_task(served.stream(chat(max_tokens=3000)))
         await until(lambda: len(worker.record.generates) == 1)
         await asyncio.sleep(0.1)
@@ -318,7 +316,7 @@ async def test_a_router_that_stops_ends_open_streams_with_an_error_event(serve: 
 async def test_a_worker_that_registers_is_used_and_one_with_other_weights_is_refused(
     serve: Serve, served: Any, demo_model: Any
 ) -> None:
-    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    behind = FakeWorkerClient("PD9", "PD", Fabric())
     async with serve("PD1", present=[]) as router, served(behind) as (server, _):
         status, answer = await router.post({"url": server.url}, path="/workers")
         assert status == 400
@@ -378,7 +376,7 @@ async def test_an_answer_says_how_often_something_had_to_be_done_again(
 
 
 async def test_named_workers_are_looked_for_until_they_are_there(serve: Serve, served: Any, demo_model: Any) -> None:
-    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    behind = FakeWorkerClient("PD9", "PD", Fabric())
     fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
     behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
     async with serve("PD1", present=[]) as router, served(behind) as (server, _):
@@ -390,7 +388,6 @@ async def test_a_client_that_leaves_a_stream_or_waits_no_longer_aborts_it(serve:
     async with serve("PD1") as served:
         worker = served.workers["PD0"]
         worker.costs = FakeCosts(decode_s=0.02)
-        worker.end_after = 10**6
         response = await served.session.post(served.url + "/v1/chat/completions", json=chat(stream=True, max_tokens=3000))
         await response.content.readany()
         response.close()
