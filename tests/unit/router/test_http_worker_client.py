@@ -180,7 +180,9 @@ async def test_a_watch_ends_with_the_connection_and_with_silence(served: Make) -
 
 
 async def test_a_worker_that_stood_still_does_not_wake_up_closing_connections_that_a_router_still_uses() -> None:
-    server = StoppingServer(None, asyncio.Event().wait)
+    async def nothing() -> None: ...
+
+    server = StoppingServer(None, nothing)
     assert server.config.timeout_keep_alive > 2 * SILENCE_S
 
 
