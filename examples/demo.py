@@ -61,7 +61,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Answer:
-    """`timing` in milliseconds by part; `seen_ms` is what the client measured."""
+    """`timing` in milliseconds by part, and counts; `seen_ms` is what the client measured."""
 
     text: str
     timing: dict[str, float]
@@ -135,7 +135,7 @@ def show_times(console: Console, answers: list[Answer]) -> None:
     for part, words in PARTS.items():
         table.add_row(words, *(f"{answer.timing[part]:.1f}" for answer in answers))
     table.add_section()
-    table.add_row("sum", *(f"{sum(answer.timing.values()):.1f}" for answer in answers), style="bold")
+    table.add_row("sum", *(f"{sum(answer.timing[part] for part in PARTS):.1f}" for answer in answers), style="bold")
     table.add_row("seen by the client", *(f"{answer.seen_ms:.1f}" for answer in answers))
     console.print(table)
 

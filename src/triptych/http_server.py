@@ -21,6 +21,9 @@ from triptych.errors import InternalError, OverloadedError, RequestError, StartE
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2  # for answers that are still open when the server stops
+KEEP_ALIVE_S = (
+    75  # longer than a process may stand still: else it wakes up and closes connections on which calls have come meanwhile
+)
 
 T = TypeVar("T")
 
@@ -33,7 +36,8 @@ class StoppingServer(uvicorn.Server):
     """Before uvicorn waits for open answers, `before_shutdown` ends what they wait for, so that each stream still gets its last event."""
 
     def __init__(self, app: Any, before_shutdown: Callable[[], Awaitable[None]]) -> None:
-        settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": STOP_TIMEOUT_S}
+        timeouts: dict[str, Any] = {"timeout_graceful_shutdown": STOP_TIMEOUT_S, "timeout_keep_alive": KEEP_ALIVE_S}
+        settings: dict[str, Any] = {"log_level": "warning", "access_log": False, **timeouts}
         super().__init__(uvicorn.Config(app, http="httptools", lifespan="off", **settings))
         self._before_shutdown = before_shutdown
 

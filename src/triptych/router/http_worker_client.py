@@ -38,7 +38,7 @@ T = TypeVar("T")
 def make_session() -> aiohttp.ClientSession:
     """One for all workers of a router. Waits are bounded by whoever waits; here only connecting is."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    # Shorter than a server's (uvicorn: 5 s), or a request could go out on a connection that is being closed, and look like a lost worker.
+    # Shorter than a server's (http_server.py: 75 s), or a request could go out on a connection that is being closed, and look like a lost worker.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
     return aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False, trust_env=False)
 

@@ -157,17 +157,23 @@ class MediaFeed:
         """The prompt is computed, so that every item was there a moment ago."""
         for key in self._items:
             self._placement.remember(prefill, key)
+        self.call_off()
 
     def let_go(self) -> None:
-        """Whoever prefills has read the items, or nobody will: nothing is needed any more."""
+        """Of the tickets: whoever prefills has read them."""
         for item in self._items.values():
             item.let_go()
+
+    def call_off(self) -> None:
+        """Nothing is needed any more, or not yet."""
+        self.let_go()
+        for item in self._items.values():
             if item.task is not None:
                 item.task.cancel()
                 item.task = None
 
     async def close(self) -> None:
-        self.let_go()
+        self.call_off()
         await _end(self._tasks)
 
     def need(self, key: str, reason: FailureReason) -> None:

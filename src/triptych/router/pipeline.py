@@ -198,7 +198,7 @@ class Pipeline:
                 kv.pop_all()
                 if not backoff.has_next(worker, avoid):
                     request.waits_for = f"prefill at {worker.id}, which is full"
-                    feed.let_go()  # its encodes would keep those waiting that have found room
+                    feed.call_off()  # its encodes would keep those waiting that have found room
                     await backoff.pause(refusal.error)
 
     async def _prefill_at(

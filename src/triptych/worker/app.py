@@ -165,10 +165,14 @@ def run_worker(
 async def _serve(
     app: WorkerApp, registration: Registration | None, listener: socket.socket, report_ready: Callable[[], None]
 ) -> None:
-    server = StoppingServer(app.to_asgi(), app.stop)
     keeping = asyncio.create_task(registration.keep()) if registration is not None else None
+
+    async def stop() -> None:
+        if keeping is not None:
+            keeping.cancel()  # its watchers leave now, which is no reason to register again
+        await app.stop()
+
+    server = StoppingServer(app.to_asgi(), stop)
     listener.listen(BACKLOG)  # from here on calls wait instead of being refused
     report_ready()
     await server.serve(sockets=[listener])
-    if keeping is not None:
-        keeping.cancel()

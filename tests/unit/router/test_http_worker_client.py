@@ -12,8 +12,9 @@ import pytest
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import Encoded, EncodeFailed, Failed, Finished, GenerateEvent, HandedOver, NewTokens
 from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, WorkerLostError
+from triptych.http_server import StoppingServer
 from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
-from triptych.router.http_worker_client import HttpWorkerClient, make_session
+from triptych.router.http_worker_client import SILENCE_S, HttpWorkerClient, make_session
 from triptych.router.running_request import GenerateJob
 from triptych.router.worker_client import WorkerClient
 from triptych.worker.protocol import (
@@ -177,6 +178,13 @@ async def test_a_watch_ends_with_the_connection_and_with_silence(served: Make) -
             else:
                 server.heartbeat_s = 0.0
             await asyncio.wait_for(watch, 2)
+
+
+async def test_a_worker_that_stood_still_does_not_wake_up_closing_connections_that_a_router_still_uses() -> None:
+    async def nothing() -> None: ...
+
+    server = StoppingServer(None, nothing)
+    assert server.config.timeout_keep_alive > 2 * SILENCE_S
 
 
 async def test_what_the_protocol_does_not_know_is_an_internal_error(served: Make, make_job: Make) -> None:

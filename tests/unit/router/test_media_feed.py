@@ -213,6 +213,27 @@ def test_a_broken_picture_is_named_by_its_place(pictures: list[int], said: str, 
     run_virtual(run())
 
 
+def test_an_encode_that_prefill_did_not_need_is_called_off_when_the_prompt_is_computed(
+    make_cluster: Make, make_job: Make, expected: Expected
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1P1D1")
+        first, second = (make_job(pictures=[4], name=name) for name in ("first", "second"))
+        assert (await ask(cluster, first))[0] == expected(first)
+        cluster.placement.forget(cluster.pool.workers[1], first.items[0].key)  # P0 has it, and the router does not know
+        cluster["E0"].hang()
+        cluster["D0"].hang()
+        task = asyncio.create_task(ask(cluster, second))
+        await asyncio.sleep(1)
+        assert len(cluster["E0"].record.encodes) == 2
+        assert cluster["E0"].record.aborted == [cluster["E0"].record.encodes[1].encode_id]
+        cluster["D0"].running.set()
+        assert (await task)[0] == expected(second)
+        cluster.assert_idle()
+
+    run_virtual(run())
+
+
 def test_a_bug_in_the_feed_ends_the_request_and_does_not_leave_it_waiting(make_cluster: Make, make_job: Make) -> None:
     async def run() -> None:
         cluster = make_cluster("E1P1D1")

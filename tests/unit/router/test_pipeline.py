@@ -1,7 +1,7 @@
 """One request through E, P and D on virtual time, with the arithmetic fakes: what comes out is computed from the prompt by hand."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -535,7 +535,7 @@ def bound(worker: Any, limit: int) -> None:
     encode, generate, here = worker.encode, worker.generate, set[object]()
 
     @contextmanager
-    def place() -> Iterator[None]:
+    def place() -> Generator[None]:
         if len(here) >= limit:
             raise OverloadedError("full", retry_after_s=0.5)
         here.add(me := object())
