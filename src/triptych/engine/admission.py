@@ -1,5 +1,6 @@
 """What a worker refuses before it becomes state: requests and encodes that could never be served here."""
 
+import math
 from itertools import pairwise
 
 from triptych.config import EngineConfig, Stage
@@ -7,6 +8,8 @@ from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.request import RequestSpec
 from triptych.errors import ContextOverflowError, RequestError
 from triptych.media.item import MediaItem
+
+MAX_CELLS_PER_ROW = 64  # of a grid: a tower merges a few patches into a row
 
 
 def check_request(spec: RequestSpec, config: EngineConfig) -> None:
@@ -88,6 +91,8 @@ def _check_item(item: MediaItem, spec: RequestSpec, config: EngineConfig) -> Non
         rows, end = rows + length, start + length
     if rows != item.num_rows or end > spec.num_prompt_tokens:
         raise RequestError(f"a media item has {item.num_rows} rows, but its runs give {rows} up to token {end} of the prompt.")
+    if math.prod(item.grid) > MAX_CELLS_PER_ROW * rows:  # positions are as many as the grid says
+        raise RequestError(f"a media item's grid {item.grid} is too large for its {rows} rows.")
     if Stage.PREFILL in config.role:
         _check_rows(item.num_rows, config)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triptych.config import ClusterLayout, MediaConfig
+from triptych.config import ClusterLayout, MediaConfig, check_cluster_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,11 @@ class RouterOptions:
     media: MediaConfig = field(default_factory=MediaConfig)
     max_in_flight: int = 256
     request_timeout_s: float = 600.0
+    cluster_secret: str = field(default="", repr=False)  # as in EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.cluster_secret:
+            check_cluster_secret(self.cluster_secret)
 
     @property
     def max_body_nbytes(self) -> int:
