@@ -5,6 +5,9 @@
 command -v triptych >/dev/null || { echo "triptych is not on the PATH; try PATH=.venv/bin:\$PATH $0" >&2; exit 1; }
 model=${1:-demo}
 port=${2:-8000}
+# What all parts share, and nobody else may know; on several hosts, set it to the same in each environment.
+TRIPTYCH_CLUSTER_SECRET=${TRIPTYCH_CLUSTER_SECRET:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')}
+export TRIPTYCH_CLUSTER_SECRET
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap exit INT TERM
 

@@ -95,6 +95,54 @@ def test_nothing_is_imported_for_type_checkers_only() -> None:
     assert [str(path.relative_to(ROOT)) for path in SOURCES if "TYPE_CHECKING" in path.read_text()] == []
 
 
+# What can run, or be made to run, code that comes with the data; by the dotted name under which it is imported or called.
+RUNS_ITS_INPUT = re.compile(
+    r"(_?pickle|cPickle|cloudpickle|dill|marshal|shelve|joblib|jsonpickle|multiprocessing|yaml)(\..*)?"
+    r"|eval|exec|compile|__import__|torch\.(load|jit\.load|hub(\..*)?)|(np|numpy)\.load"
+)
+RUNS_FOREIGN_CODE = ("allow_pickle", "trust_remote_code", "shell")  # keyword arguments
+
+
+def called_name(node: ast.expr) -> str:
+    """`a.b.c` of an attribute or name; a method of something else has a leading dot."""
+    if isinstance(node, ast.Attribute):
+        return f"{called_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def dangers(path: Path) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call):
+            names = [called_name(node.func)]
+            keywords = [(each.arg, each.value) for each in node.keywords if each.arg in RUNS_FOREIGN_CODE]
+            yield from (f"{name} in line {node.lineno}" for name, value in keywords if ast.unparse(value) != "False")
+        else:
+            continue
+        yield from (f"{name} in line {node.lineno}" for name in names if RUNS_ITS_INPUT.fullmatch(name))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle", "import os, marshal", "from pickle import loads", "import multiprocessing.connection", "torch.load(f)",
+        "from torch import load", "torch.load(f, weights_only=True)", "yaml.load(f)", "import shelve as s", "np.load(f)", "eval(text)",
+        "from_pretrained(p, trust_remote_code=True)", "np.load(f, allow_pickle=True)", "subprocess.run(c, shell=True)",
+    ],
+)  # fmt: skip
+def test_what_runs_its_input_is_noticed(code: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(code)
+    assert list(dangers(tmp_path / "module.py")) != []
+
+
+def test_nothing_here_runs_what_it_reads() -> None:
+    """No pickle and nothing like it: neither a peer's message nor a file can bring code along."""
+    assert {str(path.relative_to(ROOT)): found for path in SOURCES if (found := list(dangers(path)))} == {}
+
+
 def readme_tree() -> dict[str, str]:
     """Path below src/triptych -> comment, from the README's tree (two spaces a level)."""
     found = re.search(r"```\nsrc/triptych/\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

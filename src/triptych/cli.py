@@ -4,6 +4,8 @@ Must start fast: nothing here imports torch, and what only one command needs is 
 """
 
 import inspect
+import os
+import secrets
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -99,15 +101,17 @@ def serve(
 ) -> None:
     """Start a router and the workers of a layout, and serve until Ctrl-C.
 
-    With neither --layout nor counts, one worker does everything (EPD1).
+    With neither --layout nor counts, one worker does everything (EPD1). TRIPTYCH_CLUSTER_SECRET in the environment lets workers join
+    that are started by hand; without it, each start makes a secret of its own.
     """
     # Late for start-up: 0.2 s that `triptych --help` and a mistyped flag need not wait.
     from triptych.launch.launcher import serve as run
-    from triptych.launch.options import ServeOptions, choose_layout, free_port, resolve_device, worker_configs
+    from triptych.launch.options import ServeOptions, choose_layout, cluster_secret, free_port, resolve_device, worker_configs
     from triptych.models.inspect import resolve_model
     from triptych.router.options import RouterOptions
 
     chosen = choose_layout(layout, encode, prefill, decode)
+    secret = cluster_secret(os.environ) or secrets.token_hex(32)
     sections = sections_from(settings)
     port = free_port(host, port)
     device = resolve_device(sections["device"].device)
@@ -123,8 +127,9 @@ def serve(
         request_timeout_s=request_timeout_s,
         worker_wait_s=worker_wait_s,
         encode_timeout_s=encode_timeout_s,
+        cluster_secret=secret,
     )
-    run(ServeOptions(chosen, router, worker_configs(chosen, config, sections)))
+    run(ServeOptions(chosen, router, worker_configs(chosen, config, sections, secret)))
 
 
 @app.command()
@@ -141,16 +146,17 @@ def worker(
     max_model_len: MaxModelLen = None,
     **settings: Any,
 ) -> None:
-    """Start one worker by hand and register it with a router."""
+    """Start one worker by hand and register it with a router; both need the same TRIPTYCH_CLUSTER_SECRET in their environment."""
     # Late for start-up: torch takes seconds.
-    from triptych.launch.options import resolve_device
+    from triptych.launch.options import cluster_secret, resolve_device
     from triptych.models.inspect import resolve_model
     from triptych.worker.app import run_worker
 
+    secret = cluster_secret(os.environ)
     sections = sections_from(settings)
     device = resolve_device(sections["device"].device)
     config = resolve_model(model, name=served_model_name, dtype=dtype, max_model_len=max_model_len, device=device)
-    engine = EngineConfig(model=config, role=Role.parse(role), is_alone=router is None, **sections)
+    engine = EngineConfig(model=config, role=Role.parse(role), is_alone=router is None, cluster_secret=secret, **sections)
     run_worker(engine, host=host, port=port, router_url=router, report=_print_report)
 
 
@@ -170,9 +176,9 @@ def route(
     encode_timeout_s: EncodeTimeout = 20.0,
     **settings: Any,
 ) -> None:
-    """Start the router by hand. Workers that are not named register themselves."""
+    """Start the router by hand. Workers that are not named register themselves; all share one TRIPTYCH_CLUSTER_SECRET."""
     # Late for start-up, as above.
-    from triptych.launch.options import free_port
+    from triptych.launch.options import cluster_secret, free_port
     from triptych.models.inspect import resolve_model
     from triptych.router.options import RouterOptions
     from triptych.router.router import run_router
@@ -191,6 +197,7 @@ def route(
         request_timeout_s=request_timeout_s,
         worker_wait_s=worker_wait_s,
         encode_timeout_s=encode_timeout_s,
+        cluster_secret=cluster_secret(os.environ),
     )
     run_router(options)
 

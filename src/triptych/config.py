@@ -16,6 +16,8 @@ from triptych.errors import ConfigError, suggest
 
 PROTOCOL_VERSION = 1
 DATA_PLANES = ("shm", "file")
+CLUSTER_SECRET_VARIABLE = "TRIPTYCH_CLUSTER_SECRET"  # of the environment
+_SECRET = re.compile(r"[!-~]{16,512}")  # what an HTTP header can carry
 
 T = TypeVar("T")
 
@@ -26,6 +28,15 @@ def _check_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} is {value}; it must be a number greater than 0.")
+
+
+def check_cluster_secret(secret: str) -> None:
+    """Raises `ConfigError` for what can be guessed, or cannot be sent; its sentence does not repeat it."""
+    if not _SECRET.fullmatch(secret):
+        raise ConfigError(
+            f"the cluster secret must be 16 to 512 printable ASCII characters without spaces; set {CLUSTER_SECRET_VARIABLE} to what "
+            "`openssl rand -hex 32` prints."
+        )
 
 
 class Stage(StrEnum):
@@ -253,6 +264,8 @@ class EngineConfig:
     cluster_secret: str = field(default="", repr=False)  # who knows it is a member; empty: whoever reaches this worker
 
     def __post_init__(self) -> None:
+        if self.cluster_secret:
+            check_cluster_secret(self.cluster_secret)
         if self.is_alone and str(self.role) not in ("EPD", "PD"):
             raise ConfigError(f"role {self.role} cannot serve alone; use EPD, or PD for text only, or add workers.")
 

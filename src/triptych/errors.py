@@ -8,6 +8,7 @@ TriptychError                     status, type and sentence of an OpenAI-shaped 
 │   ├── TooLargeError       413   over a size limit
 │   ├── ContextOverflowError 400  prompt + max_tokens do not fit the model
 │   └── UnknownModelError   404
+├── UnauthorizedError       401   a call between members of a cluster, from somebody without its secret
 ├── OverloadedError         429   a bounded queue is full; carries retry_after_s
 ├── UnavailableError        503   no worker of a stage, or nothing left to try; carries stage and reason
 ├── DeadlineError           504   a request's own deadline passed
@@ -88,6 +89,11 @@ class UnknownModelError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="model", code="model_not_found")
+
+
+class UnauthorizedError(TriptychError):
+    status = 401
+    type = "authentication_error"
 
 
 class OverloadedError(TriptychError):

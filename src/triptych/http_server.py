@@ -1,5 +1,5 @@
-"""What the router's and the workers' HTTP servers share: binding before anything is loaded, bodies of bounded size, clients that
-leave, errors as answers, and an end in bounded time.
+"""What the router's and the workers' HTTP servers share: binding before anything is loaded, calls for members of the cluster only,
+bodies of bounded size, clients that leave, errors as answers, and an end in bounded time.
 """
 
 import asyncio
@@ -7,6 +7,8 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from hmac import compare_digest
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -16,7 +18,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from triptych.errors import InternalError, OverloadedError, RequestError, StartError, TooLargeError, TriptychError
+from triptych.config import CLUSTER_SECRET_VARIABLE
+from triptych.errors import (
+    InternalError,
+    OverloadedError,
+    RequestError,
+    StartError,
+    TooLargeError,
+    TriptychError,
+    UnauthorizedError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +35,9 @@ STOP_TIMEOUT_S = 2  # for answers that are still open when the server stops
 KEEP_ALIVE_S = (
     75  # longer than a process may stand still: else it wakes up and closes connections on which calls have come meanwhile
 )
+MAX_NAMED_PEERS = 1000  # in the log, for calls without the secret
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
@@ -38,7 +51,8 @@ class StoppingServer(uvicorn.Server):
     def __init__(self, app: Any, before_shutdown: Callable[[], Awaitable[None]]) -> None:
         timeouts: dict[str, Any] = {"timeout_graceful_shutdown": STOP_TIMEOUT_S, "timeout_keep_alive": KEEP_ALIVE_S}
         settings: dict[str, Any] = {"log_level": "warning", "access_log": False, **timeouts}
-        super().__init__(uvicorn.Config(app, http="httptools", lifespan="off", **settings))
+        # No proxy headers: a peer is whoever is connected, not who a header says.
+        super().__init__(uvicorn.Config(app, http="httptools", lifespan="off", proxy_headers=False, **settings))
         self._before_shutdown = before_shutdown
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -64,6 +78,51 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port}: {(error.strerror or str(error)).lower()}; choose another --port."
         ) from None
     return listener
+
+
+def warn_if_open(listener: socket.socket, cluster_secret: str) -> None:
+    """One line for a server that other hosts can reach and that has no cluster secret."""
+    host, port = listener.getsockname()[:2]
+    if not cluster_secret and not ip_address(host.partition("%")[0]).is_loopback:
+        logger.warning(
+            "whoever reaches %s:%d may act as a member of this cluster; set %s to the same secret on all its members",
+            host, port, CLUSTER_SECRET_VARIABLE,
+        )  # fmt: skip
+
+
+def authorization(cluster_secret: str) -> dict[str, str]:
+    """The headers that `Guard` asks for; none in a cluster without a secret."""
+    return {"authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
+
+
+class Guard:
+    """Lets in who sends the cluster's secret; everybody if it is empty. Logs each peer that it refuses once."""
+
+    def __init__(self, cluster_secret: str) -> None:
+        self._expected = authorization(cluster_secret).get("authorization", "").encode()
+        self._refused_peers: set[str] = set()
+
+    def check(self, request: Request) -> None:
+        """Raises `UnauthorizedError`. To be called before anything of the body is read."""
+        given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as they came
+        if not self._expected or compare_digest(given, self._expected):
+            return
+        peer = request.client.host if request.client else "an unknown address"
+        if peer not in self._refused_peers and len(self._refused_peers) < MAX_NAMED_PEERS:
+            self._refused_peers.add(peer)
+            logger.warning("refused %s from %s: it came without this cluster's secret", request.url.path[:100], peer)
+        raise UnauthorizedError(
+            f"only members of this cluster may call this; give the caller the same {CLUSTER_SECRET_VARIABLE}."
+        )
+
+    def over(self, endpoint: Endpoint) -> Endpoint:
+        """`endpoint` behind `check`."""
+
+        async def checked(request: Request) -> Response:
+            self.check(request)
+            return await endpoint(request)
+
+        return checked
 
 
 async def read_body(request: Request, max_nbytes: int) -> bytes:
@@ -117,7 +176,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TriptychError):
         logger.error("a route failed", exc_info=error)
         error = InternalError(f"the server failed: {type(error).__name__}.")
-    headers = {"retry-after": str(max(1, round(error.retry_after_s)))} if isinstance(error, OverloadedError) else None
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, UnauthorizedError):
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

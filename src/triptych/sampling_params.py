@@ -1,6 +1,9 @@
 """What a worker needs to know to sample a request's tokens. Stop strings are the router's, which detokenises."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from triptych.errors import RequestError
 
@@ -19,7 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     top_p: float = 1.0
     top_k: int = 0
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them unless the client ignores them
+    # the model's end-of-sequence ids are among them unless the client ignores them
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     logprobs: int | None = None
 
     def check(self) -> None:

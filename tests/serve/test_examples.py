@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import psutil
@@ -52,6 +52,14 @@ def is_healthy(port: int) -> bool:
         return False
 
 
+def registration_without_secret(port: int) -> int:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/workers", b'{"url": "http://127.0.0.1:1"}', timeout=5.0) as response:
+            return response.status
+    except HTTPError as error:
+        return error.code
+
+
 @pytest.mark.parametrize("script", ["serve_1e1pd.sh", "serve_1e1p1d.sh"])
 def test_a_layouts_script_serves_and_ctrl_c_stops_all_of_it(script: str) -> None:
     port = free_port("127.0.0.1", 0)
@@ -60,6 +68,7 @@ def test_a_layouts_script_serves_and_ctrl_c_stops_all_of_it(script: str) -> None
         while not is_healthy(port):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.1)
+        assert registration_without_secret(port) == 401
         os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=30.0)
         assert session_of(process.pid) == []

@@ -85,6 +85,16 @@ def health(url: str) -> int:
         return 0
 
 
+def status_of(url: str, secret: str = "", body: bytes | None = None) -> int:
+    """Of a GET, or of a POST with a body."""
+    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=5.0) as response:
+            return int(response.status)
+    except HTTPError as error:
+        return error.code
+
+
 def worker_process(server: BackgroundServer, name: str) -> psutil.Process:
     """By the name that it shows in ps."""
     children = psutil.Process(server.process.pid).children(recursive=True)
@@ -148,6 +158,44 @@ def test_a_killed_router_is_started_again_and_finds_its_workers() -> None:
         url = server.wait_until_ready()
         worker_process(server, "router").kill()
         assert eventually(lambda: health(url) == 200, timeout_s=30.0)
+
+
+@pytest.mark.parametrize("secret", ["a-secret-of-the-environment", ""])
+def test_members_need_the_clusters_secret_which_no_command_line_and_no_log_shows(secret: str, tmp_path: Path) -> None:
+    """Without one in the environment, `serve` makes its own, which nobody knows."""
+    environment = {"TRIPTYCH_CLUSTER_SECRET": secret} if secret else {}
+    with (
+        (tmp_path / "stderr").open("w+") as stderr,
+        BackgroundServer("demo", *SMALL, stderr=stderr, environment=environment) as server,
+    ):
+        router = server.wait_until_ready()
+        connections = worker_process(server, "aggregated-0").net_connections("tcp")
+        port = next(each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN)
+        worker = f"http://127.0.0.1:{port}"
+        registration = b'{"url": "%s"}' % worker.encode()
+        assert [status_of(f"{worker}/inference/v1/{path}") for path in ("info", "watch")] == [401, 401]
+        assert [status_of(f"{worker}/inference/v1/{path}", "x" * 64, b"{}") for path in ("generate", "encode", "ec")] == [401] * 3
+        assert [status_of(f"{worker}/{path}") for path in ("health", "metrics")] == [200, 200]
+        assert status_of(f"{router}/workers", "", registration) == 401
+        assert status_of(f"{router}/v1/models") == 200
+        if secret:
+            assert status_of(f"{worker}/inference/v1/info", secret) == 200
+            assert status_of(f"{router}/workers", secret, registration) == 200
+            processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+            assert not any(secret in " ".join(process.cmdline()) for process in processes)
+        stderr.seek(0)
+        log = stderr.read()
+        assert log.count("without this cluster's secret") == 2  # once by the worker, once by the router
+        assert not secret or secret not in log
+
+
+def test_a_secret_that_is_none_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPTYCH_CLUSTER_SECRET", "short")
+    for command in (("serve",), ("route",), ("worker", "--role", "EPD")):
+        result = run_triptych(*command, "demo", "--port", "0")
+        assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+        assert "the cluster secret must be" in result.stderr
+        assert "short" not in result.stderr
 
 
 def test_a_port_in_use_is_one_sentence_before_anything_is_loaded() -> None:

@@ -264,7 +264,13 @@ class RigWorker:
     """A worker as its front sees it: calls, and steps that give events."""
 
     def __init__(
-        self, worker_id: str, config: EngineConfig, network: WatchedNetwork, clock: TurnedClock, causes: Causes, verify_checksums: bool
+        self,
+        worker_id: str,
+        config: EngineConfig,
+        network: WatchedNetwork,
+        clock: TurnedClock,
+        causes: Causes,
+        verify_checksums: bool,
     ) -> None:
         self.id = worker_id
         self.config = config

@@ -8,7 +8,6 @@ from itertools import count
 from connector_rig import EC_TIMEOUT_S, PICTURES, Causes, RigWorker, WatchedNetwork, make_config
 from engine_rig import TurnedClock
 
-from triptych.config import Stage
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import ECLoaded, ECNeeded, Encoded, EncodeEvent, EncodeFailed, EngineEvent, Failed, Finished
 from triptych.engine.request import RequestSpec

@@ -266,7 +266,9 @@ class FaultyCluster:
         self._first = tuple(self.workers)
         self.spared: set[str] = set()  # from harm
         if rng.random() < 0.6:
-            self.spared = {rng.choice([name for name in self._first if stage in self.workers[name].config.role]) for stage in stages}
+            self.spared = {
+                rng.choice([name for name in self._first if stage in self.workers[name].config.role]) for stage in stages
+            }
 
     @property
     def live(self) -> list[ObservedWorker]:

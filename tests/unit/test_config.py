@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from triptych.config import (
     from_mapping,
 )
 from triptych.errors import ConfigError
+from triptych.router.options import RouterOptions
 
 MODEL = ModelConfig(
     path=Path("/model"), name="m", family="qwen2_5_vl", weights_digest="d", dtype="bfloat16", max_model_len=128,
@@ -239,6 +241,31 @@ def test_the_file_connector_needs_a_directory_and_the_data_plane_has_no_use_for_
     with pytest.raises(ConfigError, match="set --ec-connector file"):
         ConnectorConfig(ec_path=Path("/items"))
     assert ConnectorConfig(ec_connector="somebody's", ec_path=Path("/items")).ec_path == Path("/items")
+
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("secret", [SECRET, "!" * 16, "~" * 512, ""])
+def test_a_cluster_secret_is_16_to_512_printable_characters_or_none(secret: str) -> None:
+    assert EngineConfig(MODEL, cluster_secret=secret).cluster_secret == secret
+    assert RouterOptions(Path("/model"), cluster_secret=secret).cluster_secret == secret
+
+
+@pytest.mark.parametrize(
+    "secret", [" " * 20, "\t", SECRET[:-1], SECRET + " ", SECRET + "\n", "0123456789 abcdef", "секретсекретсекрет", "x" * 513]
+)
+def test_what_can_be_guessed_or_not_be_sent_is_no_cluster_secret(secret: str) -> None:
+    for make in (partial(EngineConfig, MODEL), partial(RouterOptions, Path("/model"))):
+        with pytest.raises(ConfigError, match=r"^the cluster secret must be 16 to 512 printable.*openssl rand -hex 32") as caught:
+            make(cluster_secret=secret)
+        assert secret.strip() == "" or secret not in str(caught.value)
+
+
+def test_a_cluster_secret_is_never_shown() -> None:
+    for holder in (EngineConfig(MODEL, cluster_secret=SECRET), RouterOptions(Path("/model"), cluster_secret=SECRET)):
+        assert SECRET not in repr(holder)
+        assert SECRET not in f"{holder} {[holder]}"
 
 
 def test_a_role_answers_for_its_stages() -> None:

@@ -15,6 +15,8 @@ from triptych.transfer.ticket import Ticket
 KEY = re.compile(r"[0-9a-f]{64}")
 MAX_NAMES_LENGTH = 8192  # of all that a ticket calls by name, in characters
 
+MAX_CELLS_PER_ROW = 64  # of a grid: a tower merges a few patches into a row
+
 
 def check_request(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` with a sentence that says what would be right."""
@@ -129,6 +131,8 @@ def _check_item(item: MediaItem, spec: RequestSpec, config: EngineConfig) -> Non
         rows, end = rows + length, start + length
     if rows != item.num_rows or end > spec.num_prompt_tokens:
         raise RequestError(f"a media item has {item.num_rows} rows, but its runs give {rows} up to token {end} of the prompt.")
+    if math.prod(item.grid) > MAX_CELLS_PER_ROW * rows:  # positions are as many as the grid says
+        raise RequestError(f"a media item's grid {item.grid} is too large for its {rows} rows.")
     if Stage.PREFILL in config.role:
         _check_rows(item.num_rows, config)
 

@@ -10,7 +10,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from triptych.config import ClusterLayout, DeviceConfig, EngineConfig, ModelConfig, Role, Stage
+from triptych.config import (
+    CLUSTER_SECRET_VARIABLE,
+    ClusterLayout,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    Role,
+    Stage,
+    check_cluster_secret,
+)
 from triptych.errors import ConfigError, StartError
 from triptych.router.options import RouterOptions
 
@@ -47,7 +56,18 @@ def role_name(role: Role) -> str:
     return "aggregated" if len(words) == len(_STAGE_WORDS) else "-".join(words)
 
 
-def worker_configs(layout: ClusterLayout, model: ModelConfig, sections: Mapping[str, Any]) -> dict[str, EngineConfig]:
+def cluster_secret(environment: Mapping[str, str]) -> str:
+    """The one that a user has set; empty if none is. Raises `ConfigError` for one that is no secret, the empty one included."""
+    if CLUSTER_SECRET_VARIABLE not in environment:
+        return ""
+    secret = environment[CLUSTER_SECRET_VARIABLE].strip()  # a file's line has an end
+    check_cluster_secret(secret)
+    return secret
+
+
+def worker_configs(
+    layout: ClusterLayout, model: ModelConfig, sections: Mapping[str, Any], cluster_secret: str = ""
+) -> dict[str, EngineConfig]:
     """One `EngineConfig` per worker of `layout`, by name. CPU workers share the host's cores out unless told otherwise."""
     roles = layout.roles
     device: DeviceConfig = sections["device"]
@@ -58,7 +78,8 @@ def worker_configs(layout: ClusterLayout, model: ModelConfig, sections: Mapping[
     for role in roles:
         name = f"{role_name(role)}-{numbers[role]}"
         numbers[role] += 1
-        configs[name] = EngineConfig(model=model, role=role, is_alone=len(roles) == 1, **sections)
+        is_alone = len(roles) == 1
+        configs[name] = EngineConfig(model=model, role=role, is_alone=is_alone, cluster_secret=cluster_secret, **sections)
     return configs
 
 

@@ -1,16 +1,25 @@
 """`MediaItem`: one picture, video or audio of a prompt, by its key and where its embeddings go."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # see key.py
+Modality = Annotated[str, Meta(max_length=16)]
+# What the family's positions need, e.g. (t, h, w) in patches.
+Grid = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One picture, video or audio of a request. Its `num_rows` embeddings fill the placeholders of `runs`, in order."""
 
-    key: str  # 64 hex digits; see media/key.py
-    modality: str
-    runs: tuple[tuple[int, int], ...]  # (first token, number of tokens), ascending; several where separators lie between
+    key: Key
+    modality: Modality
+    # (first token, number of tokens), ascending; several where separators lie between
+    runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=2**16)]
     num_rows: int  # == sum of the runs' lengths
-    grid: tuple[int, ...] = ()  # what the family's positions need, e.g. (t, h, w) in patches
+    grid: Grid = ()
 
     @property
     def start(self) -> int:

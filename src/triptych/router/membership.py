@@ -1,7 +1,11 @@
-"""`Membership`: how workers come into the pool: they register themselves, or the operator named their addresses."""
+"""`Membership`: how workers come into the pool: they register themselves, or the operator named their addresses.
+
+These addresses are the only ones that the router calls; none is ever taken from a request or a ticket.
+"""
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable
 
 import aiohttp
@@ -9,10 +13,13 @@ import aiohttp
 from triptych.errors import ConfigError, TriptychError
 from triptych.router.http_worker_client import HttpWorkerClient
 from triptych.router.pool import PooledWorker, WorkerPool
+from triptych.worker.protocol import MAX_URL_LEN
 
 logger = logging.getLogger(__name__)
 
 JOIN_INTERVAL_S = 1.0
+MAX_WORKERS = 1024
+_WORKER_URL = re.compile(r"https?://([a-z0-9][a-z0-9._-]*|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?/?", re.IGNORECASE)
 
 
 class Membership:
@@ -25,9 +32,10 @@ class Membership:
         self._searches: list[asyncio.Task[None]] = []
 
     async def register(self, url: str) -> PooledWorker:
-        """Raises `ConfigError` for one that does not fit or is no http(s) URL, `WorkerLostError` for one that does not answer."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"worker address '{url[:100]}' is no http URL; write http://host:port.")
+        """Raises `ConfigError` for one that does not fit, is no plain URL or is one too many, `WorkerLostError` for one that does not
+        answer."""
+        if not _WORKER_URL.fullmatch(url) or len(url) > MAX_URL_LEN:
+            raise ConfigError(f"worker address {url[:100]!r} is no http URL of a host and a port alone; write http://host:port.")
         client = await HttpWorkerClient.connect(url, self._session)
         digest = client.info.fingerprint.weights_digest
         if digest != self._weights_digest:
@@ -36,6 +44,8 @@ class Membership:
                 f"and {digest} there; start both with the same model."
             )
         known = next((worker for worker in self._pool.workers if worker.id == client.info.worker_id), None)
+        if known is None and len(self._pool.workers) >= MAX_WORKERS:
+            raise ConfigError(f"this router has {MAX_WORKERS} workers, as many as it takes; start another router for {url}.")
         return known or self._pool.join(client)
 
     def look_for(self, urls: Iterable[str]) -> None:

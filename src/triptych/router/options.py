@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triptych.config import ClusterLayout, MediaConfig
+from triptych.config import ClusterLayout, MediaConfig, check_cluster_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,11 @@ class RouterOptions:
     request_timeout_s: float = 600.0
     worker_wait_s: float = 15.0
     encode_timeout_s: float = 20.0
+    cluster_secret: str = field(default="", repr=False)  # as in EngineConfig
+
+    def __post_init__(self) -> None:
+        if self.cluster_secret:
+            check_cluster_secret(self.cluster_secret)
 
     @property
     def max_body_nbytes(self) -> int:

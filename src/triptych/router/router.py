@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from triptych.errors import ConfigError, RequestError, UnknownModelError
-from triptych.http_server import ERROR_HANDLERS, StoppingServer, bind, read_body, unless_client_leaves
+from triptych.http_server import ERROR_HANDLERS, Guard, StoppingServer, bind, read_body, unless_client_leaves, warn_if_open
 from triptych.models.inspect import resolve_model
 from triptych.router.options import RouterOptions
 from triptych.router.protocol import ChatCompletionRequest, ModelCard, ModelList
@@ -24,12 +24,13 @@ from triptych.worker.protocol import RegisterRequest
 
 
 class Router:
-    """The routes' own state: what is served, and under which name."""
+    """The routes' own state: what is served, under which name, and who may register."""
 
-    def __init__(self, serving: Serving, name: str, max_model_len: int, max_body_nbytes: int) -> None:
+    def __init__(self, serving: Serving, name: str, max_model_len: int, max_body_nbytes: int, cluster_secret: str = "") -> None:
         self.serving = serving
         self.name = name
         self.max_body_nbytes = max_body_nbytes
+        self.guard = Guard(cluster_secret)
         self.card = ModelCard(id=name, created=int(time.time()), max_model_len=max_model_len)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -109,7 +110,7 @@ def make_app(router: Router) -> Starlette:
         Route("/health", router.health, methods=["GET"]),
         Route("/metrics", router.metrics, methods=["GET"]),
         Route("/workers", router.list_workers, methods=["GET"]),
-        Route("/workers", router.register_worker, methods=["POST"]),
+        Route("/workers", router.guard.over(router.register_worker), methods=["POST"]),
     ]
     return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
 
@@ -124,6 +125,7 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def _serve(options: RouterOptions, listener: socket.socket) -> None:
+    warn_if_open(listener, options.cluster_secret)
     model = resolve_model(options.model, name=options.name or None)
     async with open_serving(
         model,
@@ -133,7 +135,8 @@ async def _serve(options: RouterOptions, listener: socket.socket) -> None:
         request_timeout_s=options.request_timeout_s,
         worker_wait_s=options.worker_wait_s,
         encode_timeout_s=options.encode_timeout_s,
+        cluster_secret=options.cluster_secret,
     ) as serving:
         serving.membership.look_for(options.worker_urls)
-        app = make_app(Router(serving, model.name, model.max_model_len, options.max_body_nbytes))
+        app = make_app(Router(serving, model.name, model.max_model_len, options.max_body_nbytes, options.cluster_secret))
         await StoppingServer(app, serving.pipeline.stop).serve(sockets=[listener])

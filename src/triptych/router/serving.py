@@ -39,6 +39,7 @@ async def open_serving(
     request_timeout_s: float = 600.0,
     worker_wait_s: float = 15.0,
     encode_timeout_s: float = 20.0,
+    cluster_secret: str = "",
 ) -> AsyncGenerator[Serving]:
     """Everything that a router needs, in the running loop. On leaving, requests that still run end with an error."""
     metrics = RouterMetrics()
@@ -55,7 +56,7 @@ async def open_serving(
     )  # fmt: skip
     with ThreadPoolExecutor(RENDER_THREADS, "render") as executor:
         renderer = Renderer(model, media, executor)
-        async with make_session() as workers, aiohttp.ClientSession(trust_env=False) as web:
+        async with make_session(cluster_secret) as workers, aiohttp.ClientSession(trust_env=False) as web:
             chat = ChatService(
                 renderer, pipeline, pool, metrics, web,
                 max_model_len=model.max_model_len, request_timeout_s=request_timeout_s,

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from triptych.config import EngineConfig
 from triptych.engine.events import Failed, GenerateEvent
 from triptych.errors import RequestError, TriptychError, WorkerLostError
-from triptych.http_server import ERROR_HANDLERS, StoppingServer, bind, read_body, unless_client_leaves
+from triptych.http_server import ERROR_HANDLERS, Guard, StoppingServer, bind, read_body, unless_client_leaves, warn_if_open
 from triptych.worker.metrics import make_registry
 from triptych.worker.protocol import (
     ABORT_PATH,
@@ -58,17 +58,19 @@ class WorkerApp:
         self._is_stopping = asyncio.Event()
 
     def to_asgi(self) -> Starlette:
-        routes = [
-            Route(GENERATE_PATH, self.generate, methods=["POST"]),
-            Route(ENCODE_PATH, self.encode, methods=["POST"]),
-            Route(EC_PATH, self.deliver, methods=["POST"]),
-            Route(ABORT_PATH, self.abort, methods=["POST"]),
-            Route(RELEASE_PATH, self.release, methods=["POST"]),
-            Route(INFO_PATH, self.info, methods=["GET"]),
-            Route(WATCH_PATH, self.watch, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-        ]
+        guard = Guard(self._worker.config.cluster_secret)
+        for_members = (
+            ("POST", GENERATE_PATH, self.generate),
+            ("POST", ENCODE_PATH, self.encode),
+            ("POST", EC_PATH, self.deliver),
+            ("POST", ABORT_PATH, self.abort),
+            ("POST", RELEASE_PATH, self.release),
+            ("GET", INFO_PATH, self.info),
+            ("GET", WATCH_PATH, self.watch),
+        )
+        routes = [Route(path, guard.over(endpoint), methods=[method]) for method, path, endpoint in for_members]
+        routes.append(Route("/health", self.health, methods=["GET"]))
+        routes.append(Route("/metrics", self.metrics, methods=["GET"]))
         return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
 
     async def stop(self) -> None:
@@ -155,9 +157,10 @@ def run_worker(
 ) -> None:
     """Load, serve until SIGTERM or SIGINT, clean up. Raises `StartError` or `ConfigError` when it cannot start."""
     with bind(host, port) as listener:
-        url = f"http://{host}:{listener.getsockname()[1]}"
+        warn_if_open(listener, config.cluster_secret)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         worker = Worker(config, lambda loaded: report(StartReport(loaded=loaded)))
-        registration = Registration(router_url, url) if router_url is not None else None
+        registration = Registration(router_url, url, config.cluster_secret) if router_url is not None else None
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(WorkerApp(worker, registration), registration, listener, lambda: report(StartReport(1.0, url))))
 

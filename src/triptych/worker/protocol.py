@@ -10,15 +10,21 @@
     GET  /health                  200 while the engine thread lives
     GET  /metrics                 Prometheus text
 
+All but the last two are for members of the cluster: `authorization: Bearer` with its secret, if it has one; else a 401. What is longer or
+larger than a type here says is refused as it is decoded.
+
 An error is `{"error": {"message", "type", "param", "code"}}` with its HTTP status. A call that the worker's role cannot serve is a 400
 that names the role. Shapes follow vLLM's token-in-token-out `generate`.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from triptych.config import Fingerprint
 from triptych.errors import FailureReason
-from triptych.media.item import MediaItem
+from triptych.media.item import Grid, Key, MediaItem, Modality
 from triptych.output import ECTicket, KVTicket
 from triptych.sampling_params import SamplingParams
 
@@ -31,6 +37,13 @@ INFO_PATH = "/inference/v1/info"
 WATCH_PATH = "/inference/v1/watch"
 ENCODE_HEADER = "x-triptych-encode"
 
+MAX_TEXT_LEN = 4096
+MAX_URL_LEN = 300
+
+Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]  # goes into headers and logs as it is
+Text = Annotated[str, Meta(max_length=MAX_TEXT_LEN)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     pass
@@ -42,8 +55,10 @@ class KVTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class ECTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    items: tuple[MediaItem, ...] = ()
-    tickets: tuple[ECTicket, ...] = ()  # those known already; others follow by POST /inference/v1/ec
+    items: Annotated[tuple[MediaItem, ...], Meta(max_length=4096)] = ()
+    tickets: Annotated[
+        tuple[ECTicket, ...], Meta(max_length=4096)
+    ] = ()  # those known already; others follow by POST /inference/v1/ec
 
 
 class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,8 +67,8 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
     A decode worker gets the items without their embeddings: positions need the grids.
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
+    request_id: Id
+    token_ids: Annotated[tuple[int, ...], Meta(max_length=2**21)]  # the model's own limit is refused at admission, in its words
     num_prompt_tokens: int
     sampling_params: SamplingParams
     ec_transfer_params: ECTransferParams = ECTransferParams()
@@ -62,45 +77,45 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    encode_id: str
-    key: str
-    modality: str
+    encode_id: Id
+    key: Key
+    modality: Modality
     num_rows: int
-    grid: tuple[int, ...] = ()
+    grid: Grid = ()
     will_stay: bool = False  # the same worker prefills it: no ticket is needed
 
 
 class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Exactly one of `ticket` and `failure` is set, or neither: the item is resident in the worker already (it encoded it)."""
 
-    request_id: str
-    key: str
+    request_id: Id
+    key: Key
     ticket: ECTicket | None = None
     failure: FailureReason | None = None
-    message: str = ""
+    message: Text = ""
 
 
 class AbortRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: str  # a request's or an encode's
+    id: Id  # a request's or an encode's
 
 
 class ReleaseRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: str  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
+    id: Id  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
 
 
 class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    worker_id: str
-    role: str
+    worker_id: Id
+    role: Annotated[str, Meta(max_length=3)]
     fingerprint: Fingerprint
-    max_model_len: int
-    encoder_cache_rows: int  # the largest item it can hold
-    kv_cache_tokens: int  # the longest request it can hold
+    max_model_len: Count
+    encoder_cache_rows: Count  # the largest item it can hold
+    kv_cache_tokens: Count  # the longest request it can hold
 
 
 class RegisterRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a worker sends to `POST /workers` of the router, which then asks `INFO_PATH` and watches it."""
 
-    url: str
+    url: Annotated[str, Meta(max_length=MAX_URL_LEN)]
 
 
 class StartReport(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -6,19 +6,22 @@ import logging
 import aiohttp
 import msgspec
 
+from triptych.http_server import authorization
 from triptych.worker.protocol import RegisterRequest
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 2.0
+MAX_REFUSAL_NBYTES = 1000
 
 
 class Registration:
     """`watchers` counts the open watch streams, which only a router opens."""
 
-    def __init__(self, router_url: str, own_url: str) -> None:
+    def __init__(self, router_url: str, own_url: str, cluster_secret: str = "") -> None:
         self._url = f"{router_url.rstrip('/')}/workers"
+        self._headers = {"content-type": "application/json"} | authorization(cluster_secret)
         self._body = msgspec.json.encode(RegisterRequest(own_url))
         self._last_refusal = ""
         self.watchers = 0
@@ -38,11 +41,13 @@ class Registration:
 
     async def _register(self, session: aiohttp.ClientSession) -> bool:
         try:
-            async with session.post(self._url, data=self._body, headers={"content-type": "application/json"}) as response:
+            # A redirect is a refusal: it would carry the secret to whom the router's address does not name.
+            async with session.post(self._url, data=self._body, headers=self._headers, allow_redirects=False) as response:
                 if response.status < 300:
                     self._last_refusal = ""
                     return True
-                refusal = (await response.text())[:500]
+                text = (await response.content.read(MAX_REFUSAL_NBYTES)).decode(errors="replace")
+                refusal = f"status {response.status}: {text}"
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False  # the router starts beside us, or is gone: try again
         if refusal != self._last_refusal:

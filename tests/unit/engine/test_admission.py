@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from engine_rig import MODEL, item_of, key_of
 
@@ -34,6 +35,18 @@ def ticket_for(num_tokens: int) -> KVTicket:
 
 
 ALONE = config_of("EPD", is_alone=True)
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_a_grid_that_is_out_of_proportion_to_its_rows_is_refused_before_anybody_counts_its_positions(role: str):
+    def spec(grid: tuple[int, ...]) -> RequestSpec:
+        item = msgspec.structs.replace(runs_of("a", (2, 4)), grid=grid)
+        spec = replace(spec_of(items=(item,)), hands_over=role == "P")
+        return replace(spec, kv_ticket=ticket_for(19)) if role == "D" else spec
+
+    check_request(spec((1, 4, 4)), config_of(role))
+    with pytest.raises(RequestError, match=r"grid \(1, 65536, 65536\) is too large for its 4 rows"):
+        check_request(spec((1, 65536, 65536)), config_of(role))
 
 
 def test_a_request_that_exactly_fits_the_cache_is_taken_and_one_token_more_is_not():

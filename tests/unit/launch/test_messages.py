@@ -14,7 +14,11 @@ MODEL = ModelConfig(
     path=Path("/model"), name="m", family="qwen2_5_vl", weights_digest="d", dtype="float32", max_model_len=128,
     vocab_size=16, hidden_size=8, num_layers=1, num_kv_heads=1, head_dim=8,
 )  # fmt: skip
-CONFIG = EngineConfig(MODEL, Role.parse("EP"), is_alone=False, connector=ConnectorConfig("file", Path("/shared")))
+SECRET = "0123456789abcdef"
+CONFIG = EngineConfig(
+    MODEL, Role.parse("EP"), is_alone=False, connector=ConnectorConfig("file", Path("/shared")), cluster_secret=SECRET
+)
+ROUTER = RouterOptions(model=Path("/model"), name="m", layout=ClusterLayout.parse("E1P2D3"), cluster_secret=SECRET)
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     [
         (Spawn("encode-prefill-0", CONFIG, "127.0.0.1", "http://127.0.0.1:8000"), Command),
         (Signal("decode-0", 15), Command),
-        (Route(RouterOptions(model=Path("/model"), name="m", layout=ClusterLayout.parse("E1P2D3"))), Command),
+        (Route(ROUTER), Command),
         (Reported("decode-0", StartReport(loaded=0.5)), ChildEvent),
         (Exited("decode-0", "SIGKILL"), ChildEvent),
     ],
@@ -37,6 +41,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_a_message_arrives_as_it_was_sent(pair: tuple[socket.socket, socket.socket], message: Any, kind: Any) -> None:
     send(pair[0], message)
     assert receive(pair[1], kind) == message
+    assert SECRET not in repr(message)
 
 
 def test_messages_sent_together_arrive_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -5,7 +5,15 @@ import pytest
 
 from triptych.config import ClusterLayout, DeviceConfig, EngineConfig, ModelConfig, Role
 from triptych.errors import ConfigError, StartError
-from triptych.launch.options import ServeOptions, choose_layout, free_port, role_name, threads_per_worker, worker_configs
+from triptych.launch.options import (
+    ServeOptions,
+    choose_layout,
+    cluster_secret,
+    free_port,
+    role_name,
+    threads_per_worker,
+    worker_configs,
+)
 from triptych.launch.settings import sections_from
 from triptych.router.options import RouterOptions
 
@@ -70,6 +78,26 @@ def test_cores_are_shared_out_and_nobody_gets_none() -> None:
 
 def test_a_number_of_threads_that_was_asked_for_is_kept() -> None:
     assert {config.device for config in configs("E1P1D1", num_threads=7).values()} == {DeviceConfig(num_threads=7)}
+
+
+def test_the_cluster_secret_is_the_environments_without_the_end_of_its_line() -> None:
+    assert cluster_secret({"TRIPTYCH_CLUSTER_SECRET": "0123456789abcdef\n"}) == "0123456789abcdef"
+    assert cluster_secret({}) == ""
+
+
+@pytest.mark.parametrize("value", ["", " ", "\n", "short", "0123456789 abcdef"])
+def test_a_cluster_secret_that_is_set_and_none_is_refused_instead_of_an_open_cluster(value: str) -> None:
+    with pytest.raises(ConfigError, match="TRIPTYCH_CLUSTER_SECRET"):
+        cluster_secret({"TRIPTYCH_CLUSTER_SECRET": value})
+
+
+def test_all_workers_of_a_layout_share_the_secret_and_no_description_shows_it() -> None:
+    secret = "0123456789abcdef"
+    layout = ClusterLayout.parse("E1P1D2")
+    workers = worker_configs(layout, MODEL, sections_from({}), secret)
+    assert [worker.cluster_secret for worker in workers.values()] == [secret] * 4
+    router = RouterOptions(model=MODEL.path, name="m", layout=layout, cluster_secret=secret)
+    assert secret not in repr(ServeOptions(layout, router, workers))
 
 
 def test_a_layout_can_serve_while_every_stage_is_left() -> None:

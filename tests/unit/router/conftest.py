@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -18,7 +18,7 @@ from PIL import Image
 from triptych.config import ClusterLayout, MediaConfig, ModelConfig
 from triptych.demo import CHECKPOINT
 from triptych.engine.arithmetic_runner import Fabric, expected_tokens
-from triptych.errors import OverloadedError, TriptychError
+from triptych.errors import OverloadedError, TriptychError, UnauthorizedError
 from triptych.media.item import MediaItem
 from triptych.models.inspect import resolve_model
 from triptych.router.fake_worker_client import CONFIG, FakeCosts, FakeWorkerClient
@@ -160,17 +160,17 @@ def demo_model() -> ModelConfig:
 
 @asynccontextmanager
 async def _serve(
-    model: ModelConfig, layout: str, *, present: Sequence[str] | None = None, **limits: Any
+    model: ModelConfig, layout: str, *, present: Sequence[str] | None = None, cluster_secret: str = "", **limits: Any
 ) -> AsyncGenerator[Served]:
     parsed, fabric = ClusterLayout.parse(layout), Fabric()
     config = replace(CONFIG, is_alone=len(parsed.roles) == 1)
-    async with open_serving(model, parsed, MediaConfig(), **limits) as serving:
+    async with open_serving(model, parsed, MediaConfig(), cluster_secret=cluster_secret, **limits) as serving:
         workers: dict[str, FakeWorkerClient] = {}
         for role in present if present is not None else [str(role) for role in parsed.roles]:
             name = f"{role}{sum(str(other.config.role) == role for other in workers.values())}"
             workers[name] = FakeWorkerClient(name, role, fabric, config=config)
             serving.pool.join(workers[name])
-        app = make_app(Router(serving, "demo", model.max_model_len, max_body_nbytes=200_000))
+        app = make_app(Router(serving, "demo", model.max_model_len, 200_000, cluster_secret))
         server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="warning"))
         listener = socket.create_server(("127.0.0.1", 0))  # connections wait in its backlog until the server is up
         port = listener.getsockname()[1]
@@ -183,7 +183,7 @@ async def _serve(
 
 @pytest.fixture
 def serve(demo_model: ModelConfig) -> Callable[..., AbstractAsyncContextManager[Served]]:
-    """`layout`, `present` (roles that have joined; all by default), and the limits of `open_serving`."""
+    """`layout`, `present` (roles that have joined; all by default), `cluster_secret`, and the limits of `open_serving`."""
 
     def open(layout: str, **options: Any) -> AbstractAsyncContextManager[Served]:
         return _serve(demo_model, layout, **options)
@@ -210,7 +210,8 @@ class FakeServer:
     def __init__(self, worker: FakeWorkerClient) -> None:
         self.worker = worker
         self.heartbeat_s = 0.02
-        app = web.Application()
+        self.secret = ""  # without which it answers 401
+        app = web.Application(middlewares=[self.guard])
         app.router.add_post(GENERATE_PATH, self.generate)
         app.router.add_post(ENCODE_PATH, self.encode)
         app.router.add_post(EC_PATH, self.deliver)
@@ -226,6 +227,14 @@ class FakeServer:
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    @web.middleware
+    async def guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self.secret and request.headers.get("authorization") != f"Bearer {self.secret}":
+            return refuse(UnauthorizedError("who are you?"))
+        return await handler(request)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         message = msgspec.json.decode(await request.read(), type=GenerateRequest)

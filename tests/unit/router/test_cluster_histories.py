@@ -8,7 +8,7 @@ Each history comes from one seed. To replay one that failed, with what happened 
 import asyncio
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -184,7 +184,9 @@ class History:
         is_slow_net = self.weather.late and self.weather.late_s > 1.0
         if not asked.job.items and is_slow and asked.outcome != "left" and not is_slow_net:
             harmed = {id for id in cluster.touched if not cluster.workers[id].config.is_encoder_only}
-            assert harmed or cluster.log.hits(asked.names), f"text-only {asked.job.request_id} took {asked.ended_s - asked.at_s:.1f} s"
+            assert harmed or cluster.log.hits(asked.names), (
+                f"text-only {asked.job.request_id} took {asked.ended_s - asked.at_s:.1f} s"
+            )
         if asked.error is None:
             return
         why = f"{asked.job.request_id} ended with {asked.error.status}: {asked.error}"

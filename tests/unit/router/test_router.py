@@ -338,7 +338,7 @@ async def test_a_worker_that_registers_is_used_and_one_with_other_weights_is_ref
 async def test_a_worker_that_fell_silent_and_comes_back_has_nothing_left_to_do_and_is_used_again(
     serve: Serve, served: Any, demo_model: Any
 ) -> None:
-    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    behind = FakeWorkerClient("PD9", "PD", Fabric())
     fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
     behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
     async with serve("PD1", present=[]) as router, served(behind) as (server, client):

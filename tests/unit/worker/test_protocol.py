@@ -129,6 +129,53 @@ def test_an_encode_event_comes_back_as_it_was(event: EncodeEvent):
     assert msgspec.json.decode(msgspec.json.encode(event), type=EncodeEvent) == event
 
 
+BAD_IDS = ("", "x" * 129, "a b", "a\nb", "a\n", "кот", "../../etc/passwd", "\0", 7, None)
+BAD_KEYS = ("", "k", "0" * 63, "0" * 65, "0" * 64 + "\n", "G" * 64, "A" * 64, "../" * 21 + "x", 7)
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "bad_values"),
+    (
+        (generate_request(), "request_id", BAD_IDS),
+        (generate_request(), "token_ids", ([5] * (2**21 + 1), [0.5], ["5"])),
+        (full_request(), "ec_transfer_params.items", ([None] * 4097,)),
+        (full_request(), "ec_transfer_params.tickets", ([None] * 4097,)),
+        (full_request(), "ec_transfer_params.items.0.key", BAD_KEYS),
+        (full_request(), "ec_transfer_params.items.0.modality", ("x" * 17,)),
+        (full_request(), "ec_transfer_params.items.0.runs", ([[0, 1]] * (2**16 + 1), [[1]], [[1, 2, 3]])),
+        (full_request(), "ec_transfer_params.items.0.grid", ([1] * 9, [0], [-1, -1])),
+        (full_request(), "sampling_params.stop_token_ids", ([5] * 1025,)),
+        (encode_request(), "encode_id", BAD_IDS),
+        (encode_request(), "key", BAD_KEYS),
+        (encode_request(), "modality", ("x" * 17,)),
+        (encode_request(), "grid", ([1] * 9, [0])),
+        (ECDelivery("r", key_of(0)), "request_id", BAD_IDS),
+        (ECDelivery("r", key_of(0)), "key", BAD_KEYS),
+        (ECDelivery("r", key_of(0), message="no"), "message", ("x" * 4097,)),
+        (ECDelivery("r", key_of(0), failure=FailureReason.TIMEOUT), "failure", ("bored",)),
+        (AbortRequest("r"), "id", BAD_IDS),
+        (ReleaseRequest("r"), "id", BAD_IDS),
+        (RegisterRequest("http://127.0.0.1:1"), "url", ("x" * 301,)),
+        (MESSAGES[-1], "worker_id", BAD_IDS),
+        (MESSAGES[-1], "role", ("EPDD",)),
+        (MESSAGES[-1], "kv_cache_tokens", (-1, 2**63)),
+    ),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_too_long_too_many_or_of_another_form_is_refused_with_the_fields_name(
+    message: msgspec.Struct, path: str, bad_values: tuple[object, ...]
+):
+    *outer, field = path.split(".")
+    for bad in bad_values:
+        fields: Any = msgspec.json.decode(msgspec.json.encode(message))
+        inner = fields
+        for step in outer:
+            inner = inner[int(step) if step.isdigit() else step]
+        inner[field] = bad
+        with pytest.raises(msgspec.ValidationError, match=rf"\.{field}"):
+            msgspec.json.decode(msgspec.json.encode(fields), type=type(message))
+
+
 def test_no_two_events_share_a_tag():
     tags = {type(event).__struct_config__.tag for event in (*GENERATE_EVENTS, *ENCODE_EVENTS)}
     assert len(tags) == 7

@@ -26,12 +26,16 @@ class Router:
     def __init__(self) -> None:
         self.status = 200
         self.bodies: list[bytes] = []
+        self.authorizations: list[str | None] = []
+        self.location = ""
+        self.repeat = 1
         self.has_heard = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.read())
+        self.authorizations.append(request.headers.get("authorization"))
         self.has_heard.set()
-        return web.Response(status=self.status, text="another model")
+        return web.Response(status=self.status, text="another model" * self.repeat, headers={"location": self.location})
 
     async def hear(self, count: int) -> None:
         async with asyncio.timeout(10):
@@ -99,4 +103,35 @@ async def test_a_refusal_is_logged_once_and_tried_again(caplog: pytest.LogCaptur
     with caplog.at_level(logging.ERROR, registration_module.__name__):
         async with listening(router.answer) as url, kept(Registration(url, "http://127.0.0.1:7")):
             await router.hear(4)
-    assert [record.getMessage() for record in caplog.records] == ["the router refuses this worker: another model"]
+    assert [record.getMessage() for record in caplog.records] == ["the router refuses this worker: status 409: another model"]
+
+
+async def test_it_shows_the_clusters_secret_and_in_an_open_cluster_nothing():
+    router = Router()
+    async with listening(router.answer) as url:
+        async with kept(Registration(url, "http://127.0.0.1:7", "0123456789abcdef")):
+            await router.hear(1)
+        num_with_secret = len(router.bodies)
+        async with kept(Registration(url, "http://127.0.0.1:7")):
+            await router.hear(num_with_secret + 1)
+    assert set(router.authorizations[:num_with_secret]) == {"Bearer 0123456789abcdef"}
+    assert set(router.authorizations[num_with_secret:]) == {None}
+
+
+async def test_a_redirect_is_a_refusal_and_its_target_never_hears_the_secret(caplog: pytest.LogCaptureFixture):
+    router, thief = Router(), Router()
+    router.status = 307
+    async with listening(thief.answer) as router.location, listening(router.answer) as url:
+        router.location += "/workers"
+        async with kept(Registration(url, "http://127.0.0.1:7", "0123456789abcdef")):
+            await router.hear(3)
+    assert thief.bodies == []
+    assert [record.getMessage()[:50] for record in caplog.records] == ["the router refuses this worker: status 307: anothe"]
+
+
+async def test_of_an_endless_refusal_the_beginning_is_read(caplog: pytest.LogCaptureFixture):
+    router = Router()
+    router.status, router.repeat = 400, 10**5
+    async with listening(router.answer) as url, kept(Registration(url, "http://127.0.0.1:7")):
+        await router.hear(2)
+    assert 0 < len(caplog.records[0].getMessage()) < 1100

@@ -4,12 +4,13 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from starlette.routing import Route
 from worker_rig import (
     assert_nothing_is_held,
     config_of,
@@ -46,6 +47,7 @@ from triptych.worker.protocol import (
 from triptych.worker.registration import Registration
 from triptych.worker.worker import Worker
 
+SECRET = "secret-of-this-cluster"
 NUM_OTHER_WATCHERS = 1000
 
 
@@ -235,10 +237,56 @@ async def test_an_encode_without_its_header_is_a_400():
                 assert "EncodeRequest" in error_of(await response.read())["message"]
 
 
-async def test_an_id_in_any_script_comes_back_as_it_was():
+async def test_an_id_or_key_that_is_none_is_a_400_that_names_the_field():
     async with served(config_of("E")) as front:
-        _, body = await front.encode(EncodeRequest("кот-猫", key_of(0), "image", 16, (1, 8, 8)), picture())
-        assert msgspec.json.decode(body, type=EncodeEvent).id == "кот-猫"
+        for request, field in (
+            (EncodeRequest("кот-猫", key_of(0), "image", 16, (1, 8, 8)), "$.encode_id"),
+            (EncodeRequest("e" * 129, key_of(0), "image", 16, (1, 8, 8)), "$.encode_id"),
+            (EncodeRequest("e", "../../etc/passwd", "image", 16, (1, 8, 8)), "$.key"),
+        ):
+            status, body = await front.encode(request, picture())
+            assert status == 400
+            assert field in error_of(body)["message"]
+        status, body = await front.post(ABORT_PATH, AbortRequest("x" * 10**6))
+        assert status == 400
+        assert "$.id" in error_of(body)["message"]
+        await assert_nothing_is_held(front.worker)
+
+
+# --- members only
+
+
+async def test_every_call_but_health_and_metrics_needs_the_clusters_secret():
+    async with served(replace(config_of("EPD"), cluster_secret=SECRET)) as front:
+        routes = WorkerApp(front.worker, None).to_asgi().routes
+        answered: dict[str, int] = {}
+        for route in routes:
+            assert isinstance(route, Route)
+            (method,) = (route.methods or set()) - {"HEAD"}
+            async with front.session.request(method, route.path, data=b"x" if method == "POST" else None) as response:
+                answered[route.path] = response.status
+                if response.status == 401:
+                    assert response.headers["www-authenticate"] == "Bearer"
+                    error = error_of(await response.read())
+                    assert (error["type"], "TRIPTYCH_CLUSTER_SECRET" in error["message"]) == ("authentication_error", True)
+        assert answered.pop("/health") == 200
+        assert answered.pop("/metrics") == 200
+        assert len(answered) == 7
+        assert set(answered.values()) == {401}
+        await assert_nothing_is_held(front.worker)
+
+
+async def test_a_member_is_served():
+    async with served(replace(config_of("EPD"), cluster_secret=SECRET)) as front:
+        front.session.headers["authorization"] = f"Bearer {SECRET}"
+        assert isinstance((await front.generate(generate_request()))[-1], Finished)
+
+
+async def test_nothing_is_read_of_a_body_that_comes_without_the_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app_module, "MAX_CONTROL_NBYTES", 10)
+    async with served(replace(config_of("EPD"), cluster_secret=SECRET)) as front:
+        status, _ = await front.post(GENERATE_PATH, bytes(1000))
+        assert status == 401, "and no 413"
 
 
 async def test_a_body_over_the_limit_is_a_413(monkeypatch: pytest.MonkeyPatch):
