@@ -13,9 +13,10 @@ NUM_FAULTS = 30
 async def test_30_faults_under_8_clients_cost_time_and_nothing_else(tmp_path: Path) -> None:
     report = ChaosReport(SEED, tmp_path)
     try:
-        await run_chaos(report, NUM_FAULTS)
+        await run_chaos(report, num_faults=NUM_FAULTS, num_cases=48)
     finally:
-        print(report)
+        print(report, flush=True)
     assert report.problems == [], report.log_tails()
     assert len(report.faults) == NUM_FAULTS
     assert report.num_healed > 0, "no fault has hit a request: the test shows nothing"
+    assert report.num_replays_in_timings == report.total("replays")

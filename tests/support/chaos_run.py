@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import psutil
 from chaos_cluster import ChaosCluster, running_chaos_cluster, until
 from chat_load import ChatCase, Outcome, answers_of, ask, make_session, picture_url
 from chat_parts import user
 from fault_plan import FaultKind, PlannedFault, cases_of_client, chaos_cases, plan_faults
-from server_state import Traces, descriptors, held_at, read_metrics, still_held
+from server_state import Traces, descriptors, held_at, read_metrics, still_held, total
 
 from triptych.launch.background import BackgroundServer
 
 NUM_CLIENTS = 8
-NUM_ROUTERS = 2
+NUM_ROUTERS, NUM_WORKERS = 2, 6
 DEADLINE_S = 60.0
 STOPPED_S = 5.0
 BUSY_TIMEOUT_S = 2.0
@@ -81,7 +82,14 @@ class ChaosReport:
     @property
     def num_healed(self) -> float:
         """Requests and items that met a fault and were begun anew."""
-        return sum(value for name, value in self.healings.items() if name.startswith(("replays", "encode_retries")))
+        return self.total("replays") + self.total("encode_retries")
+
+    @property
+    def num_replays_in_timings(self) -> float:
+        return sum(each.outcome.timing.get("replays", 0.0) for each in self.asked)
+
+    def total(self, counter: str) -> float:
+        return sum(value for name, value in self.healings.items() if name.partition("{")[0] == f"{counter}_total")
 
     def log_tails(self, num_lines: int = 60) -> str:
         return "\n".join(
@@ -101,10 +109,11 @@ class ChaosReport:
         )
 
 
-async def run_chaos(report: ChaosReport, num_faults: int) -> None:
+async def run_chaos(report: ChaosReport, *, num_faults: int, num_cases: int) -> None:
+    """Fills the report, as far as it gets."""
     folder, seed = report.folder, report.seed
     shm_before = set(os.listdir("/dev/shm"))
-    cases = chaos_cases(seed)
+    cases = chaos_cases(seed, num_cases)
     with (folder / "reference.log").open("w") as log, BackgroundServer("demo", "--port", "0", *FLAGS, stderr=log) as reference:
         wanted = await answers_of(reference.wait_until_ready(), cases)
     temp = folder / "tmp"
@@ -205,12 +214,16 @@ async def _is_back(cluster: ChaosCluster, stage: str, num_lost: float) -> bool:
 @dataclass(frozen=True, slots=True)
 class AtStart:
     gauges: dict[str, dict[str, float]]  # by worker
-    descriptors: dict[str, Counter[str]]
+    descriptors: dict[str, Counter[str]]  # by worker, or router
 
     @classmethod
     async def of(cls, cluster: ChaosCluster) -> "AtStart":
-        gauges = {name: await held_at(url) for name, url in cluster.urls().items()}
-        return cls(gauges, {name: descriptors(cluster.processes()[name]) for name in gauges})
+        return cls({name: await held_at(url) for name, url in cluster.urls().items()}, all_descriptors(cluster))
+
+
+def all_descriptors(cluster: ChaosCluster) -> dict[str, Counter[str]]:
+    processes = {**cluster.processes(), "route": psutil.Process(cluster.route.pid)}
+    return {name: descriptors(process) for name, process in processes.items() if name != "fork-server"}
 
 
 async def _check_nothing_is_held(cluster: ChaosCluster, at_start: AtStart, report: ChaosReport) -> None:
@@ -220,37 +233,45 @@ async def _check_nothing_is_held(cluster: ChaosCluster, at_start: AtStart, repor
     if in_flight:
         report.problems.append(f"the router still has {in_flight:g} requests in flight")
 
-    async def unexplained() -> dict[str, Counter[str]]:
-        now = {name: descriptors(cluster.processes()[name]) for name in cluster.urls()}
-        return {name: each for name, each in now.items() if not _is_explained(name, at_start.descriptors[name], each)}
-
     async def are_explained() -> bool:
-        return not await unexplained()
+        return all(_is_explained(name, at_start.descriptors[name], now) for name, now in all_descriptors(cluster).items())
 
     try:
         await until(are_explained, "idle connections are closed", IDLE_TIMEOUT_S)
     except TimeoutError:
-        report.problems.append(f"open descriptors are {await unexplained()}, and were {at_start.descriptors} at the start")
+        report.problems.append(f"open descriptors are {all_descriptors(cluster)}, and were {at_start.descriptors} at the start")
 
 
-def _is_explained(worker: str, before: Counter[str], now: Counter[str]) -> bool:
-    """A worker listens, and each router watches it. Since the start it may have got links, which stay: to each peer that it reads, with the peer's
-    arena, and from each that reads it."""
-    max_read, max_readers = {"encode": (0, 2), "prefill": (2, 2), "decode": (2, 0)}[worker.partition("-")[0]]
+def _is_explained(name: str, before: Counter[str], now: Counter[str]) -> bool:
+    """A process listens; a router watches each worker. Since the start a worker may have got links, which stay: to each peer that it reads, with
+    the peer's arena, and from each that reads it."""
+    num_watches, num_read, num_readers = {
+        "encode": (NUM_ROUTERS, 0, 2),
+        "prefill": (NUM_ROUTERS, 2, 2),
+        "decode": (NUM_ROUTERS, 2, 0),
+        "router": (NUM_WORKERS, 0, 0),
+        "route": (NUM_WORKERS, 0, 0),
+    }[name.partition("-")[0]]
     return (
-        now["inet"] == 1 + NUM_ROUTERS
-        and 0 <= now["unix"] - before["unix"] <= max_read + max_readers
-        and 0 <= now["other"] - before["other"] <= max_read
+        now["inet"] == 1 + num_watches
+        and 0 <= now["unix"] - before["unix"] <= num_read + num_readers
+        and 0 <= now["other"] - before["other"] <= num_read
     )
 
 
 async def _use_whole_caches(cluster: ChaosCluster, report: ChaosReport) -> None:
-    """Items that fill a worker's whole encoder cache: a page that was lost would now be missed. As many as reach every worker."""
+    """Items that fill a worker's whole encoder cache: a page that was lost would now be missed. One after the other they reach every worker."""
+    counters = {
+        name: "items_encoded" if name.startswith("encode") else "items_loaded" for name in cluster.urls() if name[0] in "ep"
+    }
+    before = {name: await total(cluster.urls()[name], counter) for name, counter in counters.items()}
     async with make_session() as session:
-        for number in range(4):
-            case = ChatCase(
-                f"whole cache {number}", user("describe the picture.", picture_url(f"whole {number}", WHOLE_CACHE)), 4
-            )
-            outcome = await ask(session, cluster.url, case, deadline_s=10.0)
+        for number in range(2 * len(counters)):
+            url = picture_url(f"whole {number}", WHOLE_CACHE)
+            case = ChatCase(f"whole cache {number}", user("describe the picture.", url), max_tokens=2)
+            outcome = await ask(session, cluster.url, case, deadline_s=DEADLINE_S)
             if outcome.answer is None:
                 report.problems.append(f"{case.name}: {outcome}")
+    for name, counter in counters.items():
+        if await total(cluster.urls()[name], counter) == before[name]:
+            report.problems.append(f"{name} has not shown that its whole encoder cache can be had: no more {counter}")
