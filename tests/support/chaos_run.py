@@ -30,6 +30,7 @@ STOPPED_S = 5.0
 BUSY_TIMEOUT_S = 2.0
 BACK_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
+PACE_TIMEOUT_S = 120.0
 WHOLE_CACHE = (448, 448)  # pixels: 256 rows, which is all that a worker's encoder cache holds
 FLAGS = (
     *("--num-threads", "1", "--num-kv-blocks", "192", "--encoder-cache-rows", "256", "--max-num-batched-tokens", "128"),
@@ -165,9 +166,15 @@ async def _client(
 
 
 async def _hurt_stage(cluster: ChaosCluster, faults: Sequence[PlannedFault], started_at: float, report: ChaosReport) -> None:
+    """One fault after the other. In between as many requests end as there are clients: how often one is hit must not depend on the machine."""
+    num_asked = 0
+
+    async def is_time(fault: PlannedFault) -> bool:
+        return len(report.asked) >= num_asked and await cluster.has_both(fault.stage)
+
     for fault in faults:
         await asyncio.sleep(fault.pause_s)
-        await until(partial(cluster.has_both, fault.stage), f"both {fault.stage} workers are back", BACK_TIMEOUT_S)
+        await until(partial(is_time, fault), f"requests end, and both {fault.stage} workers are there", PACE_TIMEOUT_S)
         was_busy = True
         try:
             await until(partial(cluster.is_busy, fault.worker), "", BUSY_TIMEOUT_S)
@@ -176,6 +183,7 @@ async def _hurt_stage(cluster: ChaosCluster, faults: Sequence[PlannedFault], sta
         at = time.monotonic()
         await _hurt(cluster, fault)
         report.faults.append(FaultDone(fault, at - started_at, was_busy, time.monotonic() - at))
+        num_asked = len(report.asked) + NUM_CLIENTS
 
 
 async def _hurt(cluster: ChaosCluster, fault: PlannedFault) -> None:
