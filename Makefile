@@ -1,10 +1,10 @@
-# Every command that a developer or CI needs. `make test` is all that CI runs.
+# Every command that a developer or CI needs. `make test` is all that CI runs at each change; `make chaos` is the rest of the tests.
 
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests examples benchmarks
 
-.PHONY: all format check lines test demo bench-smoke clean
+.PHONY: all format check lines test chaos demo bench-smoke clean
 all: test
 
 # The stamp keeps pip from running again until what it installs changes.
@@ -28,6 +28,10 @@ lines:
 
 test: check lines
 	$(BIN)/pytest
+
+# Shows what it does while it runs: the faults with their times, and memory.
+chaos: .venv/installed
+	$(BIN)/pytest -s tests/chaos
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py

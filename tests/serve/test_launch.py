@@ -8,70 +8,23 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from server_state import Traces, eventually, is_alive, processes_of
 
 from triptych.demo import CHECKPOINT
 from triptych.launch.background import BackgroundServer
 
 SMALL = ("--kv-cache-mib", "16", "--port", "0")
-PATIENCE_S = 10.0  # for a process to go, once its end was decided
 
 
 def run_triptych(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "triptych", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-def eventually(is_true: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if is_true():
-            return True
-        time.sleep(0.02)
-    return is_true()
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """An orphan may stay a zombie where nobody waits for it."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-class Traces:
-    """What a running cluster could leave behind: processes, listening ports, files in /dev/shm and files in the temp folder."""
-
-    def __init__(self, server: BackgroundServer, folder: Path, shm_before: set[str]) -> None:
-        self.processes = psutil.Process(server.process.pid).children(recursive=True)
-        self.ports = {
-            connection.laddr.port
-            for process in self.processes
-            for connection in process.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        self._folder = folder
-        self._shm_before = shm_before
-
-    def left(self) -> list[str]:
-        found = [f"process {process.pid}" for process in self.processes if is_alive(process)]
-        found += [f"port {port}" for port in self.ports if is_listening(port)]
-        found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._shm_before]
-        return found + [str(path) for path in self._folder.rglob("*") if not path.is_dir()]  # PyTorch makes an empty one
-
-    def are_gone(self) -> bool:
-        return eventually(lambda: not self.left())
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def health(url: str) -> int:
@@ -95,12 +48,6 @@ def status_of(url: str, secret: str = "", body: bytes | None = None) -> int:
         return error.code
 
 
-def worker_process(server: BackgroundServer, name: str) -> psutil.Process:
-    """By the name that it shows in ps."""
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    return next(each for each in children if Path(f"/proc/{each.pid}/comm").read_text().strip() == name)
-
-
 @pytest.fixture
 def shm_before() -> set[str]:
     return set(os.listdir("/dev/shm"))
@@ -117,7 +64,7 @@ def test_ctrl_c_stops_in_order_and_leaves_nothing(tmp_path: Path, environment: d
     with BackgroundServer("demo", "--layout", "E1P1D1", *SMALL, environment=environment) as server:
         url = server.wait_until_ready()
         assert health(url) == 200
-        traces = Traces(server, tmp_path / "tmp", shm_before)
+        traces = Traces(list(processes_of(server).values()), tmp_path / "tmp", shm_before)
         assert len(traces.processes) == 5  # router, fork server, three workers
         assert server.stop() == 0
         assert traces.are_gone(), traces.left()
@@ -126,7 +73,7 @@ def test_ctrl_c_stops_in_order_and_leaves_nothing(tmp_path: Path, environment: d
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path, environment: dict[str, str], shm_before: set[str]) -> None:
     with BackgroundServer("demo", "--layout", "E1P1D1", *SMALL, environment=environment) as server:
         server.wait_until_ready()
-        traces = Traces(server, tmp_path / "tmp", shm_before)
+        traces = Traces(list(processes_of(server).values()), tmp_path / "tmp", shm_before)
         server.process.send_signal(signal.SIGKILL)
         assert traces.are_gone(), traces.left()
 
@@ -144,11 +91,11 @@ def test_ctrl_c_while_starting_leaves_nothing_and_says_nothing(tmp_path: Path) -
 def test_a_killed_worker_is_started_again_and_served_by(tmp_path: Path) -> None:
     with (tmp_path / "stderr").open("w+") as stderr, BackgroundServer("demo", *SMALL, stderr=stderr) as server:
         url = server.wait_until_ready()
-        first = worker_process(server, "aggregated-0")
+        first = processes_of(server)["aggregated-0"]
         first.kill()
         assert eventually(lambda: health(url) == 503)
         assert eventually(lambda: health(url) == 200, timeout_s=30.0)
-        assert worker_process(server, "aggregated-0").pid != first.pid
+        assert processes_of(server)["aggregated-0"].pid != first.pid
         stderr.seek(0)
         assert "aggregated-0 died (SIGKILL); starting it again" in stderr.read()
 
@@ -156,7 +103,7 @@ def test_a_killed_worker_is_started_again_and_served_by(tmp_path: Path) -> None:
 def test_a_killed_router_is_started_again_and_finds_its_workers() -> None:
     with BackgroundServer("demo", *SMALL) as server:
         url = server.wait_until_ready()
-        worker_process(server, "router").kill()
+        processes_of(server)["router"].kill()
         assert eventually(lambda: health(url) == 200, timeout_s=30.0)
 
 

@@ -218,7 +218,7 @@ async def test_a_ticket_longer_than_a_readers_line_limit_arrives(make_job: Make,
 # --- workers that are not what they should be
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-INFO = FakeWorkerClient("EPD0", "EPD", FakePlane()).info
+INFO = FakeWorkerClient("EPD0", "EPD", Fabric()).info
 ENCODE = EncodeRequest("e", "0" * 64, "image", 4)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from triptych.engine.arithmetic_runner import Fabric
 from triptych.errors import ConfigError, TriptychError
-from triptych.router.fake_worker_client import FINGERPRINT, FakePlane, FakeWorkerClient
+from triptych.router.fake_worker_client import FINGERPRINT, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.membership import Membership
 from triptych.router.pool import WorkerPool
@@ -37,7 +38,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     async def connect(url: str, *_: object, **__: object) -> FakeWorkerClient:
         urls.append(url)
-        return FakeWorkerClient(f"PD{len(urls)}", "PD", FakePlane())
+        return FakeWorkerClient(f"PD{len(urls)}", "PD", Fabric())
 
     monkeypatch.setattr(HttpWorkerClient, "connect", connect)
     return urls
@@ -102,7 +103,7 @@ async def test_one_worker_too_many_is_refused_and_a_known_one_may_come_again(
 async def test_a_worker_registers_only_with_the_clusters_secret(
     shown: str | None, serve: Callable[..., Any], served: Callable[..., Any], demo_model: Any
 ) -> None:
-    behind = FakeWorkerClient("PD9", "PD", FakePlane())
+    behind = FakeWorkerClient("PD9", "PD", Fabric())
     fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
     behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
     async with serve("PD1", present=[], cluster_secret=SECRET) as router, served(behind) as (server, _):
@@ -122,7 +123,7 @@ async def test_a_worker_registers_only_with_the_clusters_secret(
 async def test_a_worker_that_does_not_know_our_secret_is_refused_with_what_to_do(
     serve: Callable[..., Any], served: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serve("PD1", present=[]) as router, served(FakeWorkerClient("PD9", "PD", FakePlane())) as (server, _):
+    async with serve("PD1", present=[]) as router, served(FakeWorkerClient("PD9", "PD", Fabric())) as (server, _):
         server.secret = SECRET
         status, answer = await router.post({"url": server.url}, path="/workers")
         assert status == 400
