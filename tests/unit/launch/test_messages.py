@@ -29,7 +29,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     [
         (Spawn("encode-prefill-0", CONFIG, "127.0.0.1", "http://127.0.0.1:8000"), Command),
         (Signal("decode-0", 15), Command),
-        (Route(RouterOptions(model=Path("/model"), name="m", layout=ClusterLayout.parse("E1P2D3"))), Command),
+        (Route(RouterOptions(model=MODEL, layout=ClusterLayout.parse("E1P2D3"))), Command),
         (Reported("decode-0", StartReport(loaded=0.5)), ChildEvent),
         (Exited("decode-0", "SIGKILL"), ChildEvent),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_families import FAMILIES, IMAGE, SIZES, Case, build_prompt, save_tiny_model
 
+from triptych.config import MediaConfig
 from triptych.models.inspect import resolve_model
 from triptych.models.layout.adapter import ItemLayout
 from triptych.models.layout.registry import MULTIMODAL_LAYOUTS
@@ -21,7 +22,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def encode(tower: LoadedModel, files: Sequence[bytes], layouts: Sequence[ItemLayout]) -> list[torch.Tensor]:
     adapter = tower.adapter
-    inputs = [adapter.preprocess(f, "image", each.grid, each.num_rows) for f, each in zip(files, layouts, strict=True)]
+    inputs = [
+        adapter.preprocess(f, "image", each.grid, each.num_rows, MediaConfig()) for f, each in zip(files, layouts, strict=True)
+    ]
     with torch.inference_mode():
         return adapter.encode(tower.model, "image", adapter.collate(inputs), [each.num_rows for each in layouts])
 
