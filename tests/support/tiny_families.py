@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
 from triptych.config import MediaConfig
 from triptych.media.header import read_header
@@ -167,9 +170,34 @@ def save_tiny_model(name: str, folder: Path, files: list[bytes]) -> Case:
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     whole.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    save_tokenizer(name, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     return Case(name, family, folder, whole, files)
+
+
+# The tokens of a picture, by the start of the family's name: what stands for the picture in the template, what its rows stand for, and what is beside them.
+PICTURE_TOKENS = {
+    "qwen": ("<|image_pad|>", "<|image_pad|>"),
+    "internvl": ("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    "llava": ("<image>", "<image>"),
+    "gemma3": ("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "idefics3": ("<image>", "<image>", "<fake_token_around_image>", "<global-img>"),
+    "smolvlm": ("<image>", "<image>", "<fake_token_around_image>", "<global-img>"),
+}
+TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{{ part.text if part.type == 'text' else 'PLACEHOLDER' }}{% endfor %}{% endif %}{% endfor %}:"""
+
+
+def save_tokenizer(name: str, folder: Path) -> None:
+    """A token per printable character, then the family's own, as the model's configuration numbers them; and a chat template."""
+    placeholder, row, *others = next(tokens for start, tokens in PICTURE_TOKENS.items() if name.startswith(start))
+    characters = {chr(code): index for index, code in enumerate(range(32, 32 + 79), 1)}
+    ids = {**characters, "?!": 80, row: IMAGE, **{token: IMAGE + index for index, token in enumerate(others, 2)}}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="?!"))
+    tokenizer.pre_tokenizer = Split("", "isolated")  # type: ignore[assignment]  # the library's stubs know no setter
+    tokenizer.add_special_tokens([row, *others])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", placeholder))
 
 
 def build_prompt(layouts: list[ItemLayout]) -> tuple[list[int], list[MediaItem]]:
