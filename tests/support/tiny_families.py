@@ -175,7 +175,7 @@ def save_tiny_model(name: str, folder: Path, files: list[bytes]) -> Case:
     return Case(name, family, folder, whole, files)
 
 
-# The tokens of a picture, by the start of the family's name: what stands for the picture in the template, what its rows stand for, and what is beside them.
+# By the start of a family's name: what stands for a picture in the template, the token of its rows, and those beside them.
 PICTURE_TOKENS = {
     "qwen": ("<|image_pad|>", "<|image_pad|>"),
     "internvl": ("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
