@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from triptych.models.layout.registry import get_layout_adapter
 
 IMAGE = 90
 SIZES = [(60, 60), (120, 30), (31, 150)]  # (width, height)
+
+
+def noise(seed: int, size: tuple[int, int]) -> bytes:
+    """A picture of random pixels; `size` is (width, height)."""
+    buffer = BytesIO()
+    Image.frombytes("RGB", size, Random(seed).randbytes(3 * size[0] * size[1])).save(buffer, "PNG")
+    return buffer.getvalue()
+
 
 TEXT: dict[str, Any] = {
     "vocab_size": 100,
@@ -169,6 +178,9 @@ def save_tiny_model(name: str, folder: Path, files: list[bytes]) -> Case:
     config = transformers.AutoConfig.for_model(name, **family.config)
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for weight_name, weight in whole.named_parameters():
+        if weight_name.endswith("mm_input_projection_weight"):  # Gemma 3's is zero at first, and so would be every picture's rows
+            torch.nn.init.normal_(weight)
     whole.save_pretrained(folder)
     save_tokenizer(name, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))

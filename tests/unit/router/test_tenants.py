@@ -41,7 +41,7 @@ def encoded(served: Any) -> list[str]:
 async def test_requests_of_one_salt_share_an_encode_and_those_of_two_do_not(serve: Serve, png: Png) -> None:
     async with serve("E1P1D1") as served:
         salts = ("a", "b", "a", None, "b", None, "A")
-        keys = await keys_of(served, *(ask(png(), **({"cache_salt": salt} if salt else {})) for salt in salts))
+        keys = await keys_of(served, *(ask(png(), cache_salt=salt) for salt in salts))
         assert [keys.index(key) for key in keys] == [0, 1, 0, 3, 1, 3, 6]
         assert encoded(served) == [keys[0], keys[1], keys[3], keys[6]]
 
