@@ -117,8 +117,7 @@ def serve(
     device = resolve_device(sections["device"].device)
     config = resolve_model(model, name=served_model_name, dtype=dtype, max_model_len=max_model_len, device=device)
     router = RouterOptions(
-        model=config.path,
-        name=config.name,
+        model=config,
         host=host,
         port=port,
         layout=chosen,
@@ -186,8 +185,7 @@ def route(
     sections = sections_from(settings)
     config = resolve_model(model, name=served_model_name)
     options = RouterOptions(
-        model=config.path,
-        name=config.name,
+        model=config,
         host=host,
         port=free_port(host, port),
         layout=ClusterLayout.parse(layout) if layout else None,  # None: whoever comes

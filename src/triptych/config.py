@@ -125,7 +125,7 @@ class ModelConfig:
     path: Path
     name: str  # the name under which it is served
     family: str  # config.json's model_type
-    weights_digest: str  # names, shapes and a sample of every weights file
+    weights_digest: str  # of every byte of the weights, and of the settings beside them
     dtype: str  # resolved: float32, bfloat16 or float16
     max_model_len: int
     vocab_size: int
@@ -133,6 +133,7 @@ class ModelConfig:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    weights_stamp: str = ""  # sizes and times of the files behind `weights_digest`; empty: they are not looked at again
     num_feature_levels: int = 1  # 1, plus one per deepstack level: a row of an item has levels * hidden_size numbers
 
     @property

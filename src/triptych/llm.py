@@ -97,7 +97,8 @@ class LLM:
         """Answer one conversation (a list of messages, or a string for one user message), or each of a list of them, batched.
 
         Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
-        fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs.
+        fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs,
+        priority, cache_salt.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
         if not _is_list(messages) and not isinstance(messages, str):
@@ -235,6 +236,10 @@ def _to_value(name: str, value: Any) -> Any:
             if isinstance(value, bool):
                 return value
             wanted = "True or False"
+        case "cache_salt":
+            if value is None or isinstance(value, str):
+                return value or ""
+            wanted = "a string"
         case "temperature" | "top_p":
             if value is None or (not isinstance(value, bool) and isinstance(value, Real)):
                 return value if value is None or isinstance(value, int) else float(value)  # a large integer would overflow

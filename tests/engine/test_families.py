@@ -1,27 +1,18 @@
 """Every family through encode, prefill and decode workers: pictures cut by chunks, deepstack, separators, bidirectional items."""
 
 import asyncio
-from io import BytesIO
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
 from cluster import running_cluster
-from PIL import Image
-from tiny_families import FAMILIES, IMAGE, SIZES, Case, build_prompt, save_tiny_model
+from tiny_families import FAMILIES, IMAGE, SIZES, Case, build_prompt, noise, save_tiny_model
 
 from triptych.media.item import MediaItem
 from triptych.router.running_request import GenerateJob
 from triptych.sampling_params import SamplingParams
 
 NUM_TOKENS = 5
-
-
-def noise(seed: int, size: tuple[int, int]) -> bytes:
-    buffer = BytesIO()
-    Image.frombytes("RGB", size, Random(seed).randbytes(3 * size[0] * size[1])).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def continuation(case: Case, prompt: list[int], files: list[bytes]) -> tuple[list[int], list[float]]:

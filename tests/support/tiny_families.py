@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 
 from triptych.config import MediaConfig
 from triptych.media.header import read_header
@@ -19,6 +23,14 @@ from triptych.models.layout.registry import get_layout_adapter
 
 IMAGE = 90
 SIZES = [(60, 60), (120, 30), (31, 150)]  # (width, height)
+
+
+def noise(seed: int, size: tuple[int, int]) -> bytes:
+    """A picture of random pixels; `size` is (width, height)."""
+    buffer = BytesIO()
+    Image.frombytes("RGB", size, Random(seed).randbytes(3 * size[0] * size[1])).save(buffer, "PNG")
+    return buffer.getvalue()
+
 
 TEXT: dict[str, Any] = {
     "vocab_size": 100,
@@ -166,10 +178,38 @@ def save_tiny_model(name: str, folder: Path, files: list[bytes]) -> Case:
     config = transformers.AutoConfig.for_model(name, **family.config)
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for weight_name, weight in whole.named_parameters():
+        if weight_name.endswith("mm_input_projection_weight"):  # Gemma 3's is zero at first, and so would be every picture's rows
+            torch.nn.init.normal_(weight)
     whole.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    save_tokenizer(name, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.preprocessor))
     return Case(name, family, folder, whole, files)
+
+
+# By the start of a family's name: what stands for a picture in the template, the token of its rows, and those beside them.
+PICTURE_TOKENS = {
+    "qwen": ("<|image_pad|>", "<|image_pad|>"),
+    "internvl": ("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    "llava": ("<image>", "<image>"),
+    "gemma3": ("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "idefics3": ("<image>", "<image>", "<fake_token_around_image>", "<global-img>"),
+    "smolvlm": ("<image>", "<image>", "<fake_token_around_image>", "<global-img>"),
+}
+TEMPLATE = """{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{{ part.text if part.type == 'text' else 'PLACEHOLDER' }}{% endfor %}{% endif %}{% endfor %}:"""
+
+
+def save_tokenizer(name: str, folder: Path) -> None:
+    """A token per printable character, then the family's own, as the model's configuration numbers them; and a chat template."""
+    placeholder, row, *others = next(tokens for start, tokens in PICTURE_TOKENS.items() if name.startswith(start))
+    characters = {chr(code): index for index, code in enumerate(range(32, 32 + 79), 1)}
+    ids = {**characters, "?!": 80, row: IMAGE, **{token: IMAGE + index for index, token in enumerate(others, 2)}}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="?!"))
+    tokenizer.pre_tokenizer = Split("", "isolated")  # type: ignore[assignment]  # the library's stubs know no setter
+    tokenizer.add_special_tokens([row, *others])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", placeholder))
 
 
 def build_prompt(layouts: list[ItemLayout]) -> tuple[list[int], list[MediaItem]]:

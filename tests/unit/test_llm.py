@@ -14,6 +14,7 @@ from PIL import Image
 from triptych import LLM
 from triptych.demo.pictures import draw, random_picture
 from triptych.errors import ConfigError, ContextOverflowError, RequestError
+from triptych.worker.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,21 @@ def test_a_list_of_conversations_gives_each_the_answer_it_has_alone(llm: LLM) ->
     assert [output.token_ids for output in together] == [
         llm.chat(prompt, max_tokens=4, temperature=0, ignore_eos=True).token_ids for prompt in prompts
     ]
+
+
+def test_conversations_of_one_salt_share_a_pictures_embeddings_and_those_of_two_do_not(llm: LLM) -> None:
+    messages = [{"role": "user", "content": [{"type": "image", "image": draw(random_picture(Random(8), (112, 112)))}]}]
+    (worker,) = llm._serving.pool.workers  # pyright: ignore[reportPrivateUsage]
+    num_encoded: list[float] = []
+    answers: set[tuple[int, ...]] = set()
+    for salt in ("a", "a", "b", "b", "a", None, None):
+        answers.add(llm.chat(messages, max_tokens=3, temperature=0, ignore_eos=True, cache_salt=salt).token_ids)
+        assert isinstance(worker.client, Worker)
+        num_encoded.append(worker.client.counters()["items_encoded"])
+    assert [count - num_encoded[0] for count in num_encoded] == [0, 0, 1, 1, 1, 2, 2]
+    assert len(answers) == 1
+    with pytest.raises(RequestError, match=r"cache_salt is 5 .*; it must be a string"):
+        llm.chat("hello", cache_salt=5)
 
 
 def test_modes_that_png_does_not_know_are_taken_as_rgb(llm: LLM) -> None:

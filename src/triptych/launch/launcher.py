@@ -106,7 +106,7 @@ class _Launcher:
         return f"http://{url_host(self._options.router.host)}:{self._options.router.port}"
 
     def _announce(self) -> None:
-        print(f"{self._options.router.name} is served on {self._url} ({self._options.layout})", flush=True)
+        print(f"{self._options.router.model.name} is served on {self._url} ({self._options.layout})", flush=True)
 
     def _log(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

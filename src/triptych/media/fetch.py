@@ -45,7 +45,10 @@ async def fetch(url: str, limits: MediaConfig, session: aiohttp.ClientSession) -
 
 
 def decode_data_url(url: str, limits: MediaConfig) -> bytes:
-    """`data:[type][;name=value]*[;base64],content` (RFC 2397), strictly. The type must be a picture's, or left out."""
+    """`data:[type][;name=value]*[;base64],content` (RFC 2397), strictly, but for white space in base64 (it is often cut into lines).
+
+    The type must be a picture's, or left out; what the picture is, its own bytes say.
+    """
     head, comma, content = url[5:].partition(",")
     if not comma:
         raise MediaError("the data URL has no comma between its type and its content; write data:image/png;base64,...")
@@ -62,7 +65,7 @@ def decode_data_url(url: str, limits: MediaConfig) -> bytes:
 
 
 def _decode_base64(content: str, limits: MediaConfig) -> bytes:
-    encoded = unquote_to_bytes(content) if "%" in content else content.encode()
+    encoded = (unquote_to_bytes(content) if "%" in content else content.encode()).translate(None, b" \t\n\f\r")
     check_nbytes(len(encoded) // 4 * 3 - encoded[-2:].count(b"="), limits)
     try:
         return base64.b64decode(encoded, validate=True)

@@ -2,15 +2,19 @@
 
 from blake3 import blake3
 
+_VERSION = b"triptych media key 2"  # to be raised whenever our own code changes what an item embeds to
 
-def media_key(*, modality: str, data: bytes, settings: bytes, layout: bytes, weights_digest: str, tenant_salt: str) -> str:
+
+def media_key(
+    *, modality: str, data: bytes, settings: bytes, layout: bytes, weights_digest: str, dtype: str, tenant_salt: str
+) -> str:
     """64 hex digits: blake3 over the fields, each preceded by its length so that no byte can shift from one to the next.
 
     `data` is the file as it came, `settings` the processor's, `layout` what else the rows depend on (both from the
-    `LayoutAdapter`), `weights_digest` the encoder's, `tenant_salt` keeps tenants apart.
+    `LayoutAdapter`), `weights_digest` and `dtype` the encoder's, `tenant_salt` keeps tenants apart.
     """
-    digest = blake3(b"triptych media key 1")
-    for field in (modality.encode(), data, settings, layout, weights_digest.encode(), tenant_salt.encode()):
+    digest = blake3(_VERSION)
+    for field in (modality.encode(), data, settings, layout, weights_digest.encode(), dtype.encode(), tenant_salt.encode()):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.hexdigest()

@@ -10,9 +10,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from triptych.config import MediaConfig
 from triptych.errors import InternalError, MediaError
 from triptych.media.decode import decode_image
+from triptych.media.header import read_header
 from triptych.media.item import MediaItem
+from triptych.models.layout.adapter import LayoutAdapter
 
 Model = Any  # a transformers PreTrainedModel, whose own annotations say that most of what is called here cannot be called
 Inputs = dict[str, Tensor]  # what the tower takes, for one item or for several collated ones
@@ -32,15 +35,24 @@ class ModelAdapter:
     atomic_items: ClassVar[bool] = False
     processor_options: ClassVar[Mapping[str, Any]] = {}  # what the family's processor class tells its image processor
 
-    def __init__(self, image_processor: ImageProcessor = no_image_processor, input_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, layout: LayoutAdapter, image_processor: ImageProcessor = no_image_processor, input_names: Sequence[str] = ()
+    ) -> None:
         """`input_names`: the tensors that the model's `get_image_features` takes; what else the processor gives is dropped."""
+        self._layout = layout
         self._image_processor = image_processor
         self._input_names = tuple(input_names)
 
     # --- the tower ---
 
-    def preprocess(self, data: bytes, modality: str, grid: tuple[int, ...], num_rows: int) -> Inputs:
-        """File to tower inputs, for one item. Raises `MediaError` when the pixels are not what the header promised."""
+    def preprocess(self, data: bytes, modality: str, grid: tuple[int, ...], num_rows: int, limits: MediaConfig) -> Inputs:
+        """File to tower inputs, for one item. Raises `MediaError` when the pixels are not what the header promised, `TooLargeError`
+        over a limit, and `InternalError` when the router promised other than this worker's files say."""
+        header = read_header(data, limits)
+        layouts = [self._layout.layout(header, items_in_request) for items_in_request in (1, 2)]  # alone, or one of several
+        if (grid, num_rows) not in [(each.grid, each.num_rows) for each in layouts]:
+            found = f"the grid {layouts[0].grid} and {layouts[0].num_rows} rows"
+            raise InternalError(f"a {modality} has {found} by this worker's files; the router promised {grid} and {num_rows}.")
         image = decode_image(data)
         try:
             prepared = self.process(image, grid)

@@ -8,7 +8,7 @@ from triptych.config import ModelConfig
 from triptych.demo import CHECKPOINT
 from triptych.errors import ConfigError
 from triptych.models.layout.registry import get_layout_adapter, read_json
-from triptych.models.weights import digest_weights
+from triptych.models.weights import digest_weights, stamp_weights
 
 DEMO = "demo"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,6 +67,7 @@ def resolve_model(
         path=path,
         name=name or (path.name if Path(path_or_name).is_dir() else str(path_or_name)),
         family=config["model_type"],
+        weights_stamp=stamp_weights(path),  # taken before the digest, so that a change meanwhile is noticed
         weights_digest=digest_weights(path),
         dtype=_resolve_dtype(dtype, config, text, device),
         max_model_len=_resolve_length(max_model_len, text),

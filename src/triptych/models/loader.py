@@ -19,13 +19,14 @@ from transformers.utils import logging
 
 from triptych.config import ModelConfig
 from triptych.errors import ConfigError
-from triptych.models.adapter import Model, ModelAdapter, no_image_processor
+from triptych.models.adapter import Model, ModelAdapter
 from triptych.models.gemma3 import Gemma3Adapter
 from triptych.models.idefics3 import Idefics3Adapter
 from triptych.models.internvl import InternVLAdapter
-from triptych.models.layout.registry import read_json
+from triptych.models.layout.registry import get_layout_adapter, read_json
 from triptych.models.llava_onevision import LlavaOnevisionAdapter
 from triptych.models.qwen_vl import Qwen3VLAdapter, QwenVLAdapter
+from triptych.models.weights import check_unchanged
 
 ATTENTION = "triptych"  # the name under which runner/attention.py registers itself; must be registered before a load
 
@@ -69,10 +70,11 @@ def load_model(
 ) -> LoadedModel:
     """In eval mode, without gradients, on `device`; `progress` is told the share of tensors read, 0 to 1.
 
-    Raises `ConfigError` when the installed transformers does not know the model, or the checkpoint lacks tensors.
+    Raises `ConfigError` when the installed transformers does not know the model, or the checkpoint lacks tensors or has changed.
     """
     model_class = _model_class(config)
-    adapter_class = _ADAPTERS.get(config.family, ModelAdapter)
+    check_unchanged(config)
+    adapter_class, layout = _ADAPTERS.get(config.family, ModelAdapter), get_layout_adapter(config.path)
     has_tower = hasattr(model_class, "get_image_features")
     if parts is Parts.TOWER and not has_tower:
         raise ConfigError(f"model '{config.name}' takes text only, so there is nothing for an encode worker to load.")
@@ -81,9 +83,9 @@ def load_model(
     model.to(torch.device(device))
     progress(1.0)
     if not has_tower or parts is Parts.LANGUAGE_MODEL:
-        return LoadedModel(model, adapter_class(no_image_processor))
+        return LoadedModel(model, adapter_class(layout))
     processor = AutoImageProcessor.from_pretrained(config.path, backend="pil")
-    return LoadedModel(model, adapter_class(processor, tuple(signature(model.base_model.get_image_features).parameters)))
+    return LoadedModel(model, adapter_class(layout, processor, tuple(signature(model.base_model.get_image_features).parameters)))
 
 
 def _model_class(config: ModelConfig) -> ModelClass:

@@ -39,6 +39,7 @@ class ChatRequest:
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per token
     priority: int = 0
+    cache_salt: str = ""  # requests with different salts share no embeddings
 
     @property
     def has_media(self) -> bool:
@@ -131,7 +132,9 @@ class ChatService:
             )
         try:
             async with asyncio.timeout(self._request_timeout_s - stopwatch.elapsed_s):
-                return await self.renderer.render(chat.messages, self._session)
+                return await self.renderer.render(
+                    chat.messages, self._session, dtype=self._pool.dtype, tenant_salt=chat.cache_salt
+                )
         except TimeoutError:
             message = (
                 f"the request did not end within {self._request_timeout_s:g} s; it was waiting for its prompt to be rendered."

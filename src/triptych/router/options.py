@@ -1,17 +1,15 @@
 """`RouterOptions`: what a router is started with. Apart from router.py, as whoever starts one need not import its HTTP server."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from triptych.config import ClusterLayout, MediaConfig, check_cluster_secret
+from triptych.config import ClusterLayout, MediaConfig, ModelConfig, check_cluster_secret
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """`name` is what clients call the model; empty takes the folder's. `layout` None: P and D are expected, E may come."""
+    """`layout` None: P and D are expected, E may come."""
 
-    model: Path
-    name: str = ""
+    model: ModelConfig
     host: str = "127.0.0.1"
     port: int = 8000
     layout: ClusterLayout | None = None

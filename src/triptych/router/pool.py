@@ -108,6 +108,11 @@ class WorkerPool:
         return [worker for worker in self.workers if worker.can(stage)]
 
     @property
+    def dtype(self) -> str:
+        """What all workers here compute in, as their fingerprints are equal; empty while there is none."""
+        return next((worker.info.fingerprint.dtype for worker in self.workers), "")
+
+    @property
     def takes_media(self) -> bool:
         """By the layout; without one, encode workers may still come."""
         return self._layout is None or self._layout.takes_media

@@ -1,6 +1,7 @@
 """OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
 
-Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority` in, `timing` out (milliseconds by stage, and counts; see timing.py).
+Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority`, `cache_salt` in, `timing` out (milliseconds by stage, and
+counts; see timing.py).
 """
 
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
+    "mm_processor_kwargs": (None, {}),
 }
 
 # Notes that a client makes for itself: they change nothing, whatever they say.
@@ -126,6 +128,7 @@ class ChatCompletionRequest(_Strict):
     n: int | None = 1
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
 
     @classmethod
     def parse(cls, body: bytes) -> "ChatCompletionRequest":
@@ -180,6 +183,7 @@ class ChatCompletionRequest(_Strict):
             ignore_eos=self.ignore_eos,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             priority=self.priority,
+            cache_salt=self.cache_salt or "",
         )
 
 

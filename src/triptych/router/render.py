@@ -6,10 +6,11 @@ A placeholder comes from a media part and from nothing else: see `PromptTokenize
 """
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ import aiohttp
 from triptych.config import MediaConfig, ModelConfig
 from triptych.errors import RequestError
 from triptych.media.fetch import decode_data_url, fetch
-from triptych.media.header import MediaHeader, read_header
+from triptych.media.header import read_header
 from triptych.media.item import MediaItem, item_name
 from triptych.media.key import media_key
 from triptych.models.inspect import read_eos_token_ids
 from triptych.models.layout.adapter import ItemLayout, find_items
 from triptych.models.layout.registry import get_layout_adapter, read_json
+from triptych.models.weights import check_unchanged
 from triptych.router.chat_template import ChatTemplate
 from triptych.router.prompt_tokenizer import PromptTokenizer
 
@@ -83,16 +85,13 @@ class SamplingDefaults:
 
 
 class Renderer:
-    """Reads the model folder's JSON files and template. Thread-safe: rendering runs in `executor`, so that streams beside it don't stutter.
+    """Reads the model folder's JSON files and template. Thread-safe: rendering runs in `executor`, so that streams beside it don't stutter."""
 
-    `salt` keeps tenants apart: it is part of every item's key.
-    """
-
-    def __init__(self, model: ModelConfig, limits: MediaConfig, executor: Executor, *, salt: str = "") -> None:
+    def __init__(self, model: ModelConfig, limits: MediaConfig, executor: Executor) -> None:
         self._limits = limits
         self._executor = executor
-        self._salt = salt
         self._weights_digest = model.weights_digest
+        check_unchanged(model)
         self._adapter = get_layout_adapter(model.path)
         self.tokenizer = PromptTokenizer(model.path, tuple(self._adapter.placeholders.values()))
         self._template = ChatTemplate(model.path, self.tokenizer.config)
@@ -104,8 +103,13 @@ class Renderer:
     def takes_media(self) -> bool:
         return bool(self._adapter.placeholders)
 
-    async def render(self, messages: Sequence[ChatMessage], session: aiohttp.ClientSession) -> RenderedPrompt:
-        """Raises `RequestError` and its kin for whatever is wrong with the messages. `session` fetches http URLs."""
+    async def render(
+        self, messages: Sequence[ChatMessage], session: aiohttp.ClientSession, *, dtype: str, tenant_salt: str
+    ) -> RenderedPrompt:
+        """`session` fetches http URLs; the workers' `dtype` and the `tenant_salt` are part of every item's key.
+
+        Raises `RequestError` and its kin for whatever is wrong with the messages.
+        """
         parts = [part for message in messages for part in message.media]
         if len(parts) > self._limits.max_items:
             raise RequestError(
@@ -113,9 +117,12 @@ class Renderer:
             )
         for part in parts:
             self._adapter.check_modality(part.modality)
-        loop = asyncio.get_running_loop()
         files = await _gather([self._load(part, session, (i, len(parts))) for i, part in enumerate(parts, 1)])
-        return await loop.run_in_executor(self._executor, self._render, messages, [part.modality for part in parts], files)
+        items = [(part.modality, data) for part, data in zip(parts, files, strict=True)]
+        make_key = partial(
+            media_key, settings=self._settings, weights_digest=self._weights_digest, dtype=dtype, tenant_salt=tenant_salt
+        )
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._render, messages, items, make_key)
 
     async def _load(self, part: MediaPart, session: aiohttp.ClientSession, place: tuple[int, int]) -> bytes:
         """The file's bytes; base64 is decoded in a thread."""
@@ -127,14 +134,17 @@ class Renderer:
                 return await loop.run_in_executor(self._executor, decode_data_url, part.source, self._limits)
             return await fetch(part.source, self._limits, session)
 
-    def _render(self, messages: Sequence[ChatMessage], modalities: list[str], files: list[bytes]) -> RenderedPrompt:
+    def _render(
+        self, messages: Sequence[ChatMessage], files: Sequence[tuple[str, bytes]], make_key: Callable[..., str]
+    ) -> RenderedPrompt:
+        """`files`: modality and content of each item."""
         layouts: list[ItemLayout] = []
         keys: list[str] = []
-        for i, (modality, data) in enumerate(zip(modalities, files, strict=True), 1):
+        for i, (modality, data) in enumerate(files, 1):
             with _errors_say_which(modality, (i, len(files))):
                 header = read_header(data, self._limits)
                 layouts.append(self._adapter.layout(header, len(files)))
-                keys.append(self._make_key(modality, data, header, len(files)))
+                keys.append(make_key(modality=modality, data=data, layout=self._adapter.key_fields(header, len(files))))
         rendered = self._template.render([self._to_template(message) for message in messages])
         token_ids = self.tokenizer.encode(self._expand(rendered, layouts))
         runs = find_items(token_ids, layouts) if layouts else []
@@ -142,17 +152,7 @@ class Renderer:
             MediaItem(key, layout.modality, run, layout.num_rows, layout.grid)
             for key, layout, run in zip(keys, layouts, runs, strict=True)
         )
-        return RenderedPrompt(token_ids, items, dict(zip(keys, files, strict=True)))
-
-    def _make_key(self, modality: str, data: bytes, header: MediaHeader, num_items: int) -> str:
-        return media_key(
-            modality=modality,
-            data=data,
-            settings=self._settings,
-            layout=self._adapter.key_fields(header, num_items),
-            weights_digest=self._weights_digest,
-            tenant_salt=self._salt,
-        )
+        return RenderedPrompt(token_ids, items, dict(zip(keys, (data for _, data in files), strict=True)))
 
     def _to_template(self, message: ChatMessage) -> dict[str, Any]:
         """A text-only model's template takes strings; of the others, some take nothing but lists of parts."""

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from triptych.errors import ConfigError, RequestError, UnknownModelError
 from triptych.http_server import ERROR_HANDLERS, Guard, StoppingServer, bind, read_body, unless_client_leaves, warn_if_open
-from triptych.models.inspect import resolve_model
 from triptych.router.options import RouterOptions
 from triptych.router.protocol import ChatCompletionRequest, ModelCard, ModelList
 from triptych.router.serving import Serving, open_serving
@@ -119,14 +118,14 @@ def make_app(router: Router) -> Starlette:
 
 
 def run_router(options: RouterOptions) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `ConfigError` for a model that cannot be served, `StartError` for a port in use."""
+    """Serve until SIGINT or SIGTERM. Raises `ConfigError` for a model that cannot be rendered for, `StartError` for a port in use."""
     with bind(options.host, options.port) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(options, listener))
 
 
 async def _serve(options: RouterOptions, listener: socket.socket) -> None:
     warn_if_open(listener, options.cluster_secret)
-    model = resolve_model(options.model, name=options.name or None)
+    model = options.model
     async with open_serving(
         model,
         options.layout,

@@ -57,10 +57,17 @@ class EncoderCache:
         return -(-num_rows // self.rows_per_page)
 
     def write(self, key: str, pages: tuple[int, ...], rows: Tensor) -> None:
-        """Put an item's `rows`, [n, row_width], into `pages`. Raises `InternalError` if they don't fit or hold another item."""
+        """Put an item's `rows`, [n, row_width], into `pages`.
+
+        Raises `InternalError` if they don't fit, are not finite as they are kept (a wider dtype may hold more), or the pages hold another item.
+        """
+        if rows.ndim != 2 or rows.shape[1] != self.rows.shape[1]:
+            raise InternalError(f"the rows of item {key} are {tuple(rows.shape)}; they should be {self.rows.shape[1]} wide.")
         self.check_vacant(key, pages, len(rows))
-        index = self._row_index([RowWindow(pages, 0, len(rows))])
-        self.rows.index_copy_(0, index, rows.to("cpu", self.dtype))
+        kept = rows.to("cpu", self.dtype)
+        if not are_finite(kept):
+            raise InternalError(f"the rows of item {key} hold NaN or infinity.")
+        self.rows.index_copy_(0, self._row_index([RowWindow(pages, 0, len(rows))]), kept)
         self.admit(key, pages, len(rows))
 
     def admit(self, key: str, pages: tuple[int, ...], num_rows: int) -> None:

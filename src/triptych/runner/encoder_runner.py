@@ -9,7 +9,7 @@ from torch import Tensor
 from triptych.errors import InternalError, TriptychError
 from triptych.models.loader import LoadedModel
 from triptych.output import EncodeInput
-from triptych.runner.encoder_cache import EncoderCache, are_finite
+from triptych.runner.encoder_cache import EncoderCache
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +48,20 @@ class EncoderRunner:
             return
         for encode, own in zip(encodes, rows, strict=True):
             try:
-                self._store(encode, own)
+                self._write(encode, own)
             except InternalError as error:
                 failed[encode.key] = _sentence(encode, error)
 
     def _encode(self, encodes: Sequence[EncodeInput]) -> list[Tensor]:
         inputs = self._adapter.collate([encode.inputs for encode in encodes])  # type: ignore[misc]
-        return self._adapter.encode(self._model, encodes[0].modality, inputs, [encode.num_rows for encode in encodes])
+        rows = self._adapter.encode(self._model, encodes[0].modality, inputs, [encode.num_rows for encode in encodes])
+        if len(rows) != len(encodes):
+            raise InternalError(f"the tower gave the rows of {len(rows)} items for {len(encodes)}.")
+        return rows
 
-    def _store(self, encode: EncodeInput, rows: Tensor) -> None:
-        promised = (encode.num_rows, self._encoder_cache.rows.shape[1])
-        if tuple(rows.shape) != promised:
-            raise InternalError(f"the tower gave rows of shape {tuple(rows.shape)} where {promised} were promised.")
-        if not are_finite(rows):
-            raise InternalError("the tower gave NaN or infinity.")
+    def _write(self, encode: EncodeInput, rows: Tensor) -> None:
+        if len(rows) != encode.num_rows:
+            raise InternalError(f"the tower gave {len(rows)} rows where {encode.num_rows} were promised.")
         self._encoder_cache.write(encode.key, encode.pages, rows)
 
 

@@ -28,7 +28,7 @@ def configs(layout: str, **settings: object) -> dict[str, EngineConfig]:
 
 
 def options(layout: str) -> ServeOptions:
-    router = RouterOptions(model=MODEL.path, name="m", layout=ClusterLayout.parse(layout))
+    router = RouterOptions(model=MODEL, layout=ClusterLayout.parse(layout))
     return ServeOptions(ClusterLayout.parse(layout), router, configs(layout))
 
 

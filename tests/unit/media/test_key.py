@@ -12,6 +12,7 @@ FIELDS: dict[str, bytes | str] = {
     "settings": b"{}",
     "layout": b"",
     "weights_digest": "ab",
+    "dtype": "float32",
     "tenant_salt": "",
 }
 
@@ -33,11 +34,11 @@ def test_every_field_changes_the_key(name: str) -> None:
     assert key({**FIELDS, name: changed}) != key(FIELDS)
 
 
-@given(values=st.lists(st.text("ab\0", max_size=4), min_size=6, max_size=6), data=st.data())
+@given(values=st.lists(st.text("ab\0", max_size=4), min_size=7, max_size=7), data=st.data())
 def test_bytes_that_shift_between_fields_change_the_key(values: list[str], data: st.DataObject) -> None:
     """Cut the same concatenation elsewhere."""
     joined = "".join(values)
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(joined)), min_size=5, max_size=5))), len(joined)]
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(joined)), min_size=6, max_size=6))), len(joined)]
     other = [joined[start:end] for start, end in pairwise(cuts)]
 
     def to_fields(strings: list[str]) -> dict[str, bytes | str]:

@@ -1,14 +1,19 @@
 """Every family, on a tiny random model: its two parts, loaded apart, compute what the whole model computes."""
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_families import FAMILIES, IMAGE, SIZES, Case, build_prompt, save_tiny_model
 
+from triptych.config import MediaConfig
+from triptych.media.header import read_header
 from triptych.models.inspect import resolve_model
 from triptych.models.layout.adapter import ItemLayout
-from triptych.models.layout.registry import MULTIMODAL_LAYOUTS
+from triptych.models.layout.registry import MULTIMODAL_LAYOUTS, get_layout_adapter
 from triptych.models.loader import LoadedModel, Parts, load_model
 
 pytestmark = pytest.mark.usefixtures("dense_attention")
@@ -21,7 +26,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def encode(tower: LoadedModel, files: Sequence[bytes], layouts: Sequence[ItemLayout]) -> list[torch.Tensor]:
     adapter = tower.adapter
-    inputs = [adapter.preprocess(f, "image", each.grid, each.num_rows) for f, each in zip(files, layouts, strict=True)]
+    inputs = [
+        adapter.preprocess(f, "image", each.grid, each.num_rows, MediaConfig()) for f, each in zip(files, layouts, strict=True)
+    ]
     with torch.inference_mode():
         return adapter.encode(tower.model, "image", adapter.collate(inputs), [each.num_rows for each in layouts])
 
@@ -52,6 +59,20 @@ def test_an_item_alone_equals_itself_in_a_batch_of_several_requests(case: Case) 
         (alone,) = encode(tower, case.files[index : index + 1], layouts[index : index + 1])
         assert own.shape == (layouts[index].num_rows, resolve_model(case.folder).row_width)
         torch.testing.assert_close(alone, own, rtol=1e-4, atol=1e-5)
+
+
+def test_router_and_worker_read_the_same_settings_where_two_files_have_them(case: Case, tmp_path: Path) -> None:
+    """Those within processor_config.json count, for transformers and so for us; what the other file says here would give other rows."""
+    folder = Path(shutil.copytree(case.folder, tmp_path / "model"))
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    other = {name: 4 * value for name, value in settings["size"].items()}
+    other_settings = {**settings, "size": other, "max_patches": 9, "max_image_size": {"longest_edge": 14}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(other_settings))
+    tower = load_model(resolve_model(folder), Parts.TOWER)
+    layouts = [get_layout_adapter(folder).layout(read_header(data, MediaConfig()), 1) for data in case.files]
+    assert layouts == [case.lay_out(data, 1) for data in case.files]
+    assert [len(rows) for rows in encode(tower, case.files, layouts)] == [each.num_rows for each in layouts]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, LlamaForCausalLM, Qwen2_5_VLForConditionalGeneration
 
 from triptych.config import MediaConfig
-from triptych.errors import InternalError, MediaError
+from triptych.errors import InternalError, MediaError, TooLargeError
 from triptych.media.header import read_header
 from triptych.media.item import MediaItem
 from triptych.models.inspect import resolve_model
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("dense_attention")
 Png = Callable[[int, int], bytes]
 SIZES = [(56, 56), (120, 80), (61, 199)]  # (width, height)
 IMAGE_ID, START_ID, END_ID = 90, 92, 93
+LIMITS = MediaConfig()
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,9 @@ def test_tower_rows_equal_the_whole_models_alone_and_in_a_batch(
         images = [Image.open(BytesIO(data)).convert("RGB") for data in files]
         expected = oracle.model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output
         adapter = tower.adapter
-        inputs = [adapter.preprocess(data, "image", each.grid, each.num_rows) for data, each in zip(files, layouts, strict=True)]
+        inputs = [
+            adapter.preprocess(data, "image", each.grid, each.num_rows, LIMITS) for data, each in zip(files, layouts, strict=True)
+        ]
         batch = adapter.encode(tower.model, "image", adapter.collate(inputs), [each.num_rows for each in layouts])
         alone = [
             adapter.encode(tower.model, "image", each, [layout.num_rows])[0] for each, layout in zip(inputs, layouts, strict=True)
@@ -90,7 +93,7 @@ def test_preprocessing_in_many_threads_gives_what_one_gives(tower: LoadedModel, 
 
     def prepare(data: bytes) -> torch.Tensor:
         layout = layout_of(qwen_folder, data)
-        return tower.adapter.preprocess(data, "image", layout.grid, layout.num_rows)["pixel_values"]
+        return tower.adapter.preprocess(data, "image", layout.grid, layout.num_rows, LIMITS)["pixel_values"]
 
     serial = [prepare(data) for data in files]
     with ThreadPoolExecutor(4) as pool:
@@ -105,28 +108,48 @@ def test_a_rotated_photo_is_prepared_upright(tower: LoadedModel, qwen_folder: Pa
     buffer = BytesIO()
     image.save(buffer, "JPEG", exif=exif)
     layout = layout_of(qwen_folder, buffer.getvalue())
-    prepared = tower.adapter.preprocess(buffer.getvalue(), "image", layout.grid, layout.num_rows)
+    prepared = tower.adapter.preprocess(buffer.getvalue(), "image", layout.grid, layout.num_rows, LIMITS)
     upright = ImageOps.exif_transpose(Image.open(buffer)).convert("RGB")
     assert upright.size == (80, 120)
     expected = AutoImageProcessor.from_pretrained(qwen_folder, backend="pil")(images=[upright], return_tensors="pt")
     assert torch.equal(prepared["pixel_values"], expected["pixel_values"])
 
 
-def test_pixels_that_break_the_headers_promise_are_refused(tower: LoadedModel, png: Png) -> None:
-    with pytest.raises(MediaError, match="promised"):
-        tower.adapter.preprocess(png(56, 56), "image", (1, 4, 6), 6)
+@pytest.mark.parametrize(("grid", "num_rows"), [((1, 4, 6), 6), ((1, 4, 4), 5), ((1, 4, 4), 3), ((1, 4, 4), 8), ((), 4)])
+def test_a_router_that_promises_other_than_the_workers_own_files_is_refused(
+    tower: LoadedModel, png: Png, grid: tuple[int, ...], num_rows: int
+) -> None:
+    """Else the rows of a whole batch would shift, if another item's promise is wrong the other way."""
+    with pytest.raises(InternalError, match=r"grid \(1, 4, 4\) and 4 rows by this worker's files; the router promised"):
+        tower.adapter.preprocess(png(56, 56), "image", grid, num_rows, LIMITS)
+
+
+def test_pixels_that_break_the_headers_promise_are_refused(tower: LoadedModel, png: Png, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = tower.adapter.process
+    monkeypatch.setattr(tower.adapter, "process", lambda image, grid: process(image.resize((112, 56)), grid))
+    with pytest.raises(MediaError, match=r"pixels give the grid \(1, 4, 8\) where its header promised \(1, 4, 4\)"):
+        tower.adapter.preprocess(png(56, 56), "image", (1, 4, 4), 4, LIMITS)
+
+
+@pytest.mark.parametrize("limits", [MediaConfig(max_image_pixels=56 * 56 - 1), MediaConfig(max_media_nbytes=100)])
+def test_a_worker_decodes_nothing_over_its_own_limits(
+    tower: LoadedModel, png: Png, limits: MediaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.models.adapter.decode_image", pytest.fail)
+    with pytest.raises(TooLargeError):
+        tower.adapter.preprocess(png(56, 56), "image", (1, 4, 4), 4, limits)
 
 
 def test_rows_that_break_the_promise_are_refused(tower: LoadedModel, qwen_folder: Path, png: Png) -> None:
     layout = layout_of(qwen_folder, png(56, 56))
-    inputs = tower.adapter.preprocess(png(56, 56), "image", layout.grid, layout.num_rows)
+    inputs = tower.adapter.preprocess(png(56, 56), "image", layout.grid, layout.num_rows, LIMITS)
     with torch.inference_mode(), pytest.raises(InternalError, match=rf"gave {layout.num_rows} rows where {layout.num_rows + 1}"):
         tower.adapter.encode(tower.model, "image", inputs, [layout.num_rows + 1])
 
 
 def test_a_worker_without_a_tower_prepares_nothing(language_model: LoadedModel, png: Png) -> None:
     with pytest.raises(InternalError, match="encode workers only"):
-        language_model.adapter.preprocess(png(56, 56), "image", (1, 4, 4), 4)
+        language_model.adapter.preprocess(png(56, 56), "image", (1, 4, 4), 4, LIMITS)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
@@ -163,7 +186,7 @@ def test_split_logits_equal_the_whole_models(
     ids, items = build_prompt(qwen_folder, files, [END_ID, START_ID])
     adapter, model = language_model.adapter, language_model.model
     with torch.inference_mode():
-        inputs = [tower.adapter.preprocess(f, "image", i.grid, i.num_rows) for f, i in zip(files, items, strict=True)]
+        inputs = [tower.adapter.preprocess(f, "image", i.grid, i.num_rows, LIMITS) for f, i in zip(files, items, strict=True)]
         rows = tower.adapter.encode(tower.model, "image", tower.adapter.collate(inputs), [item.num_rows for item in items])
         embeds = adapter.embed(model, torch.tensor(ids))
         for item, each in zip(items, rows, strict=True):

@@ -13,16 +13,17 @@ import pytest
 
 from triptych.demo import CHECKPOINT
 from triptych.errors import StartError
+from triptych.models.inspect import resolve_model
 from triptych.router.options import RouterOptions
 from triptych.router.router import run_router
 
 RUN = """
 import sys
-from pathlib import Path
 from triptych.config import ClusterLayout
+from triptych.models.inspect import resolve_model
 from triptych.router.options import RouterOptions
 from triptych.router.router import run_router
-run_router(RouterOptions(Path(sys.argv[1]), "demo", port=int(sys.argv[2]), layout=ClusterLayout.parse("E1P1D1")))
+run_router(RouterOptions(resolve_model(sys.argv[1], name="demo"), port=int(sys.argv[2]), layout=ClusterLayout.parse("E1P1D1")))
 print("stopped", "torch" in sys.modules, "transformers" in sys.modules, flush=True)
 """
 
@@ -39,7 +40,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
-            run_router(RouterOptions(CHECKPOINT, port=port))
+            run_router(RouterOptions(resolve_model(CHECKPOINT), port=port))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -1,10 +1,8 @@
 """Rendering, against transformers' own tokenizer and template code on the demo checkpoint."""
 
 import asyncio
-import base64
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -13,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from triptych.config import MediaConfig, ModelConfig
+from triptych.config import MediaConfig
 from triptych.demo import CHECKPOINT
 from triptych.errors import MediaError, RequestError, TooLargeError
 from triptych.models.inspect import resolve_model
@@ -33,7 +31,7 @@ def renderer() -> Iterator[Renderer]:
 def render(renderer: Renderer, *messages: ChatMessage) -> RenderedPrompt:
     async def run() -> RenderedPrompt:
         async with aiohttp.ClientSession() as session:
-            return await renderer.render(messages, session)
+            return await renderer.render(messages, session, dtype="float32", tenant_salt="")
 
     return asyncio.run(run())
 
@@ -115,31 +113,6 @@ def test_a_placeholder_in_a_users_text_is_no_picture_and_the_real_one_keeps_its_
     ((start, length),) = prompt.items[0].runs
     assert set(prompt.token_ids[start : start + length]) == {IMAGE_PAD}
     assert "say <|vision_start|><|image_pad|><|vision_end|> twice" in ORACLE.decode(prompt.token_ids)
-
-
-def test_data_urls_and_bytes_are_the_same_picture_under_one_key(renderer: Renderer, png: Callable[..., bytes]) -> None:
-    url = "data:image/png;base64," + base64.b64encode(png()).decode()
-    prompts = [render(renderer, ChatMessage("user", (MediaPart("image", source),))) for source in (png(), url)]
-    assert prompts[0] == prompts[1]
-    assert len(prompts[0].items[0].key) == 64
-
-
-def test_other_pixels_or_another_tenant_have_other_keys(
-    renderer: Renderer, png: Callable[..., bytes], demo_model: ModelConfig
-) -> None:
-    def key(renderer: Renderer, data: bytes) -> str:
-        return render(renderer, ChatMessage("user", (MediaPart("image", data),))).items[0].key
-
-    with ThreadPoolExecutor(1) as executor:
-        tenant = Renderer(demo_model, MediaConfig(), executor, salt="tenant")
-        other_weights = Renderer(replace(demo_model, weights_digest="other"), MediaConfig(), executor)
-        keys = {
-            key(renderer, png()),
-            key(renderer, png(colour=(0, 0, 1))),
-            key(tenant, png()),
-            key(other_weights, png()),
-        }
-    assert len(keys) == 4
 
 
 def test_too_many_items_and_unknown_modalities_are_refused(renderer: Renderer, png: Callable[..., bytes]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from triptych.config import ModelConfig
 from triptych.demo import CHECKPOINT
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import Failed
@@ -443,8 +444,8 @@ async def test_registering_what_is_no_worker_is_refused(serve: Serve) -> None:
         assert status == 503
 
 
-def test_options_leave_room_for_the_largest_picture_in_base64() -> None:
-    options = RouterOptions(model=CHECKPOINT)
+def test_options_leave_room_for_the_largest_picture_in_base64(demo_model: ModelConfig) -> None:
+    options = RouterOptions(model=demo_model)
     assert options.max_body_nbytes > options.media.max_media_nbytes * 4 / 3
 
 

@@ -80,3 +80,22 @@ def test_rows_are_finite_only_without_nan_and_infinity(bad: float, expected: boo
     rows[4, 17] = bad
     assert are_finite(rows) is expected
     assert are_finite(rows[:0])
+
+
+@pytest.mark.parametrize("shape", [(4, WIDTH - 1), (4, WIDTH + 1), (4, 2, WIDTH), (WIDTH,), (4, 3 * WIDTH)])
+def test_rows_of_another_width_are_refused_and_nothing_is_written(cache: EncoderCache, shape: tuple[int, ...]) -> None:
+    """Also those of a model with feature levels (deepstack), where the width is a multiple of the hidden size."""
+    with pytest.raises(InternalError, match="they should be 64 wide"):
+        cache.write("a", (1,), torch.ones(shape))
+    assert "a" not in cache
+    assert not cache.rows.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+def test_rows_that_are_not_finite_as_they_are_kept_are_refused(cache: EncoderCache, bad: float) -> None:
+    """1e300 is a number in float64 and infinity in float32."""
+    rows = rows_of(0, 4).double()
+    rows[3, 63] = bad
+    with pytest.raises(InternalError, match="NaN or infinity"):
+        cache.write("a", (1,), rows)
+    assert not cache.rows.any()

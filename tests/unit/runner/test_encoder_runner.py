@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triptych.config import EngineConfig
-from triptych.errors import MediaError
+from triptych.errors import InternalError, MediaError
 from triptych.output import EncodeInput
 from triptych.runner.encoder_cache import EncoderCache, RowWindow
 from triptych.runner.encoder_runner import EncoderRunner, NoEncoderRunner
@@ -18,23 +18,34 @@ WIDTH = 64
 
 
 class FakeTower:
-    """Rows are the item's number; 13 raises, 14 is NaN, 15 gives a row too many, 16 one too few, 17 wider ones. Counts what it was asked."""
+    """Rows are the item's number. A number in `bad` goes wrong as the name there says; counts what it was asked."""
 
     def __init__(self) -> None:
+        self.bad: dict[int, str] = {}
         self.batches: list[tuple[str, list[int]]] = []
 
     def collate(self, items: Sequence[int]) -> list[int]:
+        self._raise("collate", items, ValueError("sizes differ."))
         return list(items)
 
     def encode(self, model: object, modality: str, inputs: list[int], rows: list[int]) -> list[torch.Tensor]:
         self.batches.append((modality, inputs))
-        if 13 in inputs:
-            raise MediaError("unlucky.")
-        numbers = [float("nan") if number == 14 else float(number) for number in inputs]
-        shapes = [
-            (count + {15: 1, 16: -1}.get(number, 0), WIDTH + (number == 17)) for number, count in zip(inputs, rows, strict=True)
-        ]
-        return [torch.full(shape, number) for number, shape in zip(numbers, shapes, strict=True)]
+        self._raise("refused", inputs, MediaError("unlucky."))
+        self._raise("memory", inputs, RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."))
+        self._raise("sum", inputs, InternalError("the tower gave 21 rows where 20 were promised (5 items)."))
+        own = [self._rows(number, count) for number, count in zip(inputs, rows, strict=True)]
+        return own[1:] if any(self.bad.get(number) == "lost" for number in inputs) else own
+
+    def _rows(self, number: int, count: int) -> torch.Tensor:
+        kind = self.bad.get(number, "")
+        rows = torch.full((count + {"more": 1, "fewer": -1}.get(kind, 0), WIDTH - (kind == "narrow")), float(number))
+        if kind in ("nan", "inf"):
+            rows[-1, -1] = float(kind)
+        return rows
+
+    def _raise(self, kind: str, numbers: Sequence[int], error: Exception) -> None:
+        if any(self.bad.get(number) == kind for number in numbers):
+            raise error
 
 
 @pytest.fixture
@@ -64,15 +75,50 @@ def test_items_of_one_modality_run_in_one_batch(runner: EncoderRunner, tower: Fa
     assert cache.gather([RowWindow((3,), 0, 4), RowWindow((1,), 0, 1)])[:, 0].tolist() == [3, 3, 3, 3, 1]
 
 
+@pytest.mark.parametrize("bad", range(1, 6))
 @pytest.mark.parametrize(
-    ("bad", "why"), [(13, "unlucky"), (14, "NaN or infinity"), (15, "(5, 64)"), (16, "(3, 64)"), (17, "(4, 65)")]
+    ("kind", "why"),
+    [
+        ("collate", "ValueError: sizes differ"),
+        ("refused", "unlucky"),
+        ("memory", "RuntimeError: CUDA out of memory"),
+        ("sum", "gave 21 rows where 20"),
+        ("lost", "rows of 0 items for 1"),
+        ("nan", "NaN or infinity"),
+        ("inf", "NaN or infinity"),
+        ("more", "gave 5 rows where 4"),
+        ("fewer", "gave 3 rows where 4"),
+        ("narrow", r"are (4, 63); they should be 64 wide"),
+    ],
 )
-def test_a_bad_item_in_a_batch_fails_alone(runner: EncoderRunner, cache: EncoderCache, bad: int, why: str) -> None:
-    failed = runner.run([encode(1), encode(bad), encode(2)])
+def test_a_bad_item_among_five_fails_alone(
+    runner: EncoderRunner, tower: FakeTower, cache: EncoderCache, kind: str, why: str, bad: int
+) -> None:
+    tower.bad[bad] = kind
+    failed = runner.run([encode(number) for number in range(1, 6)])
     assert list(failed) == [f"k{bad}"]
     assert why in failed[f"k{bad}"]
-    assert "k1" in cache and "k2" in cache and f"k{bad}" not in cache
+    for number in range(1, 6):
+        assert (f"k{number}" in cache) == (number != bad)
+        if number != bad:
+            assert cache.gather([RowWindow((number,), 0, 4)]).unique().tolist() == [number]
     cache.check_invariants()
+
+
+def test_a_batch_that_fails_only_as_a_batch_is_encoded_item_by_item(
+    runner: EncoderRunner, tower: FakeTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the memory suffices for one and not for all."""
+    whole = tower.encode
+
+    def encode_few(model: object, modality: str, inputs: list[int], rows: list[int]) -> list[torch.Tensor]:
+        if len(inputs) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return whole(model, modality, inputs, rows)
+
+    monkeypatch.setattr(tower, "encode", encode_few)
+    assert runner.run([encode(number) for number in range(1, 6)]) == {}
+    assert [numbers for _, numbers in tower.batches] == [[5], [4], [3], [2], [1]]
 
 
 def test_an_item_that_is_resident_or_named_twice_is_encoded_once(runner: EncoderRunner, tower: FakeTower) -> None:
@@ -81,8 +127,11 @@ def test_an_item_that_is_resident_or_named_twice_is_encoded_once(runner: Encoder
     assert tower.batches == [("image", [1]), ("image", [2])]
 
 
-def test_a_failed_item_can_be_encoded_again_into_the_same_page(runner: EncoderRunner, cache: EncoderCache) -> None:
-    runner.run([encode(14, page=5)])
+def test_a_failed_item_can_be_encoded_again_into_the_same_page(
+    runner: EncoderRunner, tower: FakeTower, cache: EncoderCache
+) -> None:
+    tower.bad[2] = "nan"
+    runner.run([encode(2, page=5)])
     assert runner.run([encode(1, page=5)]) == {}
     assert "k1" in cache
 

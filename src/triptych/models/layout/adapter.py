@@ -7,6 +7,7 @@ transformers-free: router and scheduler import it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import groupby
 from typing import Any
 
@@ -63,8 +64,9 @@ class LayoutAdapter:
             raise RequestError(f"this model takes no {modality} input; it takes {takes}.")
 
     def processor_settings(self) -> bytes:
-        """The part of an item's key that says how its pixels are prepared."""
-        return json.dumps([type(self).__name__, self.files.preprocessor], sort_keys=True).encode()
+        """The part of an item's key that says how its pixels are prepared: by which settings, decoder and processor."""
+        prepared_by = [f"{package} {version(package)}" for package in ("pillow", "transformers")]
+        return json.dumps([self.files.preprocessor, self.files.processor, prepared_by], sort_keys=True).encode()
 
     def key_fields(self, header: MediaHeader, items_in_request: int) -> bytes:
         """The part of an item's key that says what else its rows depend on: nothing, in most families."""

@@ -49,11 +49,14 @@ def find_layout_class(config: Mapping[str, Any]) -> type[LayoutAdapter]:
 
 
 def read_model_files(model_dir: Path, config: Mapping[str, Any]) -> ModelFiles:
-    """Newer checkpoints keep the image processor's settings inside processor_config.json, older ones in a file of their own."""
+    """Newer checkpoints keep the image processor's settings inside processor_config.json, older ones in a file of their own.
+
+    With both, those inside outrank the others, as in transformers' `AutoImageProcessor`, which prepares the pixels.
+    """
     path = model_dir / "processor_config.json"
     processor = read_json(path) if path.exists() else {}
     path = model_dir / "preprocessor_config.json"
-    preprocessor = read_json(path) if path.exists() else processor.get("image_processor")
+    preprocessor = processor.get("image_processor") or (read_json(path) if path.exists() else None)
     if preprocessor is None:
         raise ConfigError(f"'{model_dir}' has no preprocessor_config.json; a model that takes pictures needs it.")
     return ModelFiles(config=config, preprocessor=preprocessor, processor=processor)
