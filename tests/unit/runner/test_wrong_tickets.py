@@ -1,6 +1,7 @@
 """Tickets that are wrong in one or two fields, from the door to the arena: refused with a type, or right; no byte changes elsewhere.
 
-At the door they have lost their seal. Those which pass it here were sealed again: a bug in a producer, or somebody who knows the secret.
+At the door they have lost their seal. Behind it nobody looks at seals: what is loaded here could come from a producer's bug, or from somebody
+who knows the secret.
 """
 
 from collections.abc import Iterator
@@ -110,11 +111,11 @@ def test_an_item_of_a_wrong_ticket_is_refused_at_the_door(published: Published, 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_an_item_of_a_wrong_ticket_with_a_right_seal_is_refused_with_a_type_or_right_and_nothing_else_is_written(
+def test_an_item_of_a_wrong_ticket_behind_the_door_is_refused_with_a_type_or_right_and_nothing_else_is_written(
     published: Published, data: st.DataObject
 ) -> None:
     published.forget_all()
-    wrong = sealed(draw_wrong(data, published.ticket), published.config.cluster_secret)
+    wrong: ECTicket = draw_wrong(data, published.ticket)
     arrived, failed = published.load(wrong)
     assert arrived | set(failed) == {wrong.key}
     assert set(failed.values()) <= LOAD_FAILURES
@@ -127,11 +128,11 @@ def test_an_item_of_a_wrong_ticket_with_a_right_seal_is_refused_with_a_type_or_r
 
 
 @pytest.mark.parametrize("lease_s", [-1.0, -1e-9, float("nan"), float("inf"), float("-inf")])
-def test_a_lease_that_is_no_duration_is_refused_although_the_seal_is_right(published: Published, lease_s: float) -> None:
+def test_a_lease_that_is_no_duration_is_refused_whatever_its_seal(published: Published, lease_s: float) -> None:
     ticket = published.ticket
     wrong = msgspec.structs.replace(ticket, data=msgspec.structs.replace(ticket.data, lease_s=lease_s))
     with pytest.raises(RequestError, match="has a lease of"):
-        check_ec_ticket(sealed(wrong, ""), published.config)
+        check_ec_ticket(wrong, published.config)
 
 
 ENDLESS: dict[str, dict[str, Any]] = {
@@ -178,7 +179,7 @@ class KVEnd:
 
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
-def test_kv_of_a_wrong_ticket_is_refused_at_the_door_and_if_sealed_refused_or_right(data: st.DataObject) -> None:
+def test_kv_of_a_wrong_ticket_is_refused_at_the_door_and_behind_it_refused_with_a_type_or_right(data: st.DataObject) -> None:
     network = FakeNetwork()
     producer, consumer = KVEnd("P", network), KVEnd("D", network)
     producer.cache.arena.pages[3], producer.cache.arena.pages[5] = 3, 5
@@ -187,7 +188,7 @@ def test_kv_of_a_wrong_ticket_is_refused_at_the_door_and_if_sealed_refused_or_ri
     wrong: KVTicket = draw_wrong(data, ticket)
     with pytest.raises(RequestError):
         check_kv_ticket(wrong, consumer.config)
-    output = consumer.step(network, loads=(KVLoad("r", sealed(wrong, ""), (7, 2)),))
+    output = consumer.step(network, loads=(KVLoad("r", wrong, (7, 2)),))
     assert output.finished_loads | set(output.failed_loads) == {"r"}
     assert set(output.failed_loads.values()) <= LOAD_FAILURES
     others = [block for block in range(consumer.config.num_kv_blocks) if block not in (7, 2)]
