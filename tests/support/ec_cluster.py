@@ -62,6 +62,7 @@ class Client:
 
 class Cluster:
     def __init__(self, roles: Sequence[str], num_pages: int, chunk: int, verify_checksums: bool) -> None:
+        self.verify_checksums = verify_checksums
         self.clock = TurnedClock()
         self.network = WatchedNetwork()
         self.causes: Causes = set()
@@ -69,14 +70,14 @@ class Cluster:
         self.clients: dict[str, Client] = {}
         self.num_failed = 0  # requests whose client had not left
         self._flights: dict[str, tuple[Client, Feed]] = {}  # by encode id
-        self._settings = num_pages, chunk, verify_checksums
+        self._num_pages, self._chunk = num_pages, chunk
         self._numbers = count()
         self.workers = [self._start(role) for role in roles]
 
     def _start(self, role: str) -> RigWorker:
-        num_pages, chunk, verify_checksums = self._settings
-        config = make_config(role, num_pages, chunk)
-        return RigWorker(f"{role}{next(self._numbers)}", config, self.network, self.clock, self.causes, verify_checksums)
+        config = make_config(role, self._num_pages, self._chunk)
+        name = f"{role}{next(self._numbers)}"
+        return RigWorker(name, config, self.network, self.clock, self.causes, self.verify_checksums)
 
     @property
     def consumers(self) -> list[RigWorker]:

@@ -67,13 +67,15 @@ class EngineCore:
     def step(self) -> tuple[list[EngineEvent], bool]:
         """One step: the events since the last, and whether anything moved. If nothing did, another step makes sense only after a call, a wake-up
         from a transfer, or the next deadline."""
+        num_waits = self.scheduler.num_item_waits
         output = self.scheduler.schedule()
         result = self._execute(output)
         events = [*self._refusals, *self.scheduler.update(output, result)]
         self._refusals = []
         self.counters.count(output, result, events)
         has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)
-        return events, bool(has_moved)
+        has_new_wait = self.scheduler.num_item_waits > num_waits  # without an event: the ticket is here, the next step loads it
+        return events, bool(has_moved or has_new_wait)
 
     def seconds_to_deadline(self) -> float | None:
         deadline = self.scheduler.next_deadline()

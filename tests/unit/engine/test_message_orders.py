@@ -361,3 +361,27 @@ def test_an_item_that_cannot_be_prepared_while_a_request_waits_leaves_the_reques
     engine.run()
     assert engine.tokens["r"] == wanted(text(20), (item,))
     assert_nothing_is_held(engine)
+
+
+def test_a_request_that_finds_its_item_evicted_goes_on_at_once_with_a_ticket_that_came_before_it_looked():
+    fabric = Fabric()
+    engine = make_engine("PD", fabric=fabric, chunk=4, encoder_rows=8)
+    item, big = item_of("item", 0, 8), item_of("big", 0, 8)
+    encoder = make_engine("E", fabric=fabric, worker_id="elsewhere")
+    for each in (item, big):
+        encoder.encode(each.key, each)
+    encoder.run()
+    ticket, ticket_of_big = (encoder.encoded[each.key].ticket for each in (item, big))
+    assert ticket is not None and ticket_of_big is not None
+    engine.add("brings it", text(12), (item,), 1)
+    engine.core.announce(ticket)
+    engine.run()
+    engine.add("r", text(12), (item,), 1)
+    engine.core.add_request(spec_of("busy", text(12), n=1, priority=-2))
+    engine.core.add_request(spec_of("first in line", text(12), (big,), n=1, priority=-1))
+    engine.core.announce(ticket_of_big)
+    engine.step()  # the step's budget is spent before it comes to "r", whose item has to make room
+    engine.core.announce(ticket)
+    engine.run()
+    assert engine.tokens["r"] == wanted(text(12), (item,), 1)
+    assert [reason for request_id, reason in asked_for(engine) if request_id == "r"] == []
