@@ -191,7 +191,11 @@ def run_cut(main: Coroutine[Any, Any, bool]) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["E1P1D1", "E2PD1", "EP2D1", "EPD1"])
-@pytest.mark.parametrize("costs", [FakeCosts(), FakeCosts(1.0, 1.0, 1.0, 1.0)], ids=["at once", "each stage takes time"])
+@pytest.mark.parametrize(
+    "costs",
+    [FakeCosts(), FakeCosts(encode_s=1.0, prefill_s=1.0, decode_s=1.0, transfer_s=1.0)],
+    ids=["at once", "each stage takes time"],
+)
 def test_a_client_may_leave_at_every_turn_of_the_loop(layout: str, costs: FakeCosts, make_cluster: Make, make_job: Make) -> None:
     async def leave(at_turn: int) -> bool:
         """Whether the request was still there to be left."""
@@ -217,7 +221,7 @@ def test_a_client_may_leave_at_every_turn_while_a_fault_is_healed(fault: str, ma
     async def leave(at_turn: int) -> bool:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, CuttingLoop)
-        cluster = make_cluster("E2P2D1", costs=FakeCosts(1.0, 1.0, 1.0, 1.0))
+        cluster = make_cluster("E2P2D1", costs=FakeCosts(encode_s=1.0, prefill_s=1.0, decode_s=1.0, transfer_s=1.0))
         for name in ("E0", "P0"):
             setattr(cluster[name].faults, fault, True)
         task = asyncio.create_task(cluster.generate(make_job(pictures=[4, 5])))
