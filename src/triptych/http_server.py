@@ -1,5 +1,5 @@
 """What the router's and the workers' HTTP servers share: binding before anything is loaded, calls for members of the cluster only,
-bodies of bounded size, clients that leave, errors as answers, and an end in bounded time.
+heads and bodies of bounded size, clients that leave, errors as answers, and an end in bounded time.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from triptych.config import CLUSTER_SECRET_VARIABLE
 from triptych.errors import (
@@ -32,9 +33,10 @@ from triptych.errors import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 2  # for answers that are still open when the server stops
-KEEP_ALIVE_S = (
-    75  # longer than a process may stand still: else it wakes up and closes connections on which calls have come meanwhile
-)
+MAX_HEAD_NBYTES = 64 * 1024
+CHUNK_HEAD_NBYTES = 16  # of a chunk of a body, at most: its length and two ends of lines
+# Longer than a process may stand still: else it wakes up and closes connections on which calls have come meanwhile.
+KEEP_ALIVE_S = 75
 MAX_NAMED_PEERS = 1000  # in the log, for calls without the secret
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -45,6 +47,27 @@ class ClientLeftError(Exception):
     """Nobody is there to answer."""
 
 
+class BoundedHeadProtocol(HttpToolsProtocol):
+    """uvicorn's own takes what is no body (URL, headers, trailers, extensions of chunks) whatever its length; here it ends the connection."""
+
+    _num_head_nbytes = 0  # of the request under way
+
+    def data_received(self, data: bytes) -> None:
+        self._num_head_nbytes += len(data)
+        super().data_received(data)
+        self._num_head_nbytes = max(0, self._num_head_nbytes)
+        if self._num_head_nbytes > MAX_HEAD_NBYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of the request is longer than {MAX_HEAD_NBYTES} bytes.")
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_nbytes -= len(body) + CHUNK_HEAD_NBYTES
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_head_nbytes = 0
+        super().on_message_complete()
+
+
 class StoppingServer(uvicorn.Server):
     """Before uvicorn waits for open answers, `before_shutdown` ends what they wait for, so that each stream still gets its last event."""
 
@@ -52,7 +75,7 @@ class StoppingServer(uvicorn.Server):
         timeouts: dict[str, Any] = {"timeout_graceful_shutdown": STOP_TIMEOUT_S, "timeout_keep_alive": KEEP_ALIVE_S}
         settings: dict[str, Any] = {"log_level": "warning", "access_log": False, **timeouts}
         # No proxy headers: a peer is whoever is connected, not who a header says.
-        super().__init__(uvicorn.Config(app, http="httptools", lifespan="off", proxy_headers=False, **settings))
+        super().__init__(uvicorn.Config(app, http=BoundedHeadProtocol, lifespan="off", proxy_headers=False, **settings))
         self._before_shutdown = before_shutdown
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

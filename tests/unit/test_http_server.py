@@ -1,13 +1,20 @@
-"""Who may call: those who show the cluster's secret; and what the log says of the others."""
+"""Who may call, and how long what they send may be."""
 
 import logging
-from contextlib import closing
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from triptych.errors import UnauthorizedError
-from triptych.http_server import Guard, authorization, bind, warn_if_open
+from triptych.http_server import ERROR_HANDLERS, Guard, StoppingServer, authorization, bind, read_body, warn_if_open
 
 SECRET = "a secret of the cluster".replace(" ", "-")
 
@@ -84,3 +91,104 @@ def test_a_server_that_others_can_reach_without_a_secret_says_so_in_one_line(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == warns
     assert all("TRIPTYCH_CLUSTER_SECRET" in line and "0.0.0.0:" in line and "\n" not in line for line in lines)
+
+
+# --- what is no body
+
+
+class ThreadServer(StoppingServer):
+    """Answers a POST with the length of its body, of at most 300,000 bytes."""
+
+    def __init__(self) -> None:
+        self.listens = threading.Event()
+
+        async def length(request: Request) -> PlainTextResponse:
+            return PlainTextResponse(str(len(await read_body(request, 300_000))))
+
+        async def nothing() -> None:
+            pass
+
+        super().__init__(Starlette(routes=[Route("/", length, methods=["POST"])], exception_handlers=ERROR_HANDLERS), nothing)
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.listens.set()
+
+
+@contextmanager
+def connected() -> Generator[socket.socket]:
+    server, listener = ThreadServer(), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        assert server.listens.wait(10)
+        with socket.create_connection(listener.getsockname(), timeout=10) as connection:
+            yield connection
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+ENDLESS = {
+    "URL": b"POST /",
+    "method": b"",
+    "header": b"POST / HTTP/1.1\r\nhost: x\r\nx: ",
+    "name of a header": b"POST / HTTP/1.1\r\nhost: x\r\n",
+    "trailer": CHUNKED + b"1\r\nx\r\n0\r\nx: ",
+    "extension of a chunk": CHUNKED + b"5;",
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_is_no_body_and_has_no_end_ends_the_connection(what: str) -> None:
+    with connected() as connection:
+        connection.sendall(ENDLESS[what])
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for _ in range(100):
+                connection.sendall(b"a" * 100_000)
+
+
+def test_many_short_headers_are_as_long_as_one() -> None:
+    with connected() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            for number in range(100):
+                connection.sendall(b"a: b\r\n" * 20_000 + b"%d: x\r\n" % number)
+
+
+def answer_to(connection: socket.socket, *sent: bytes) -> bytes:
+    for data in sent:
+        connection.sendall(data)
+    answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200 OK"), answer
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def test_a_long_body_of_short_chunks_earns_no_long_trailer() -> None:
+    with connected() as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        for data in (CHUNKED, *[b"1\r\nx\r\n" * 1000] * 50, b"0\r\nx: ", *[b"a" * 1000] * 300):
+            connection.sendall(data)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+        raise ConnectionResetError
+
+
+def test_heads_of_a_connection_do_not_add_up() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 30_000 + b"\r\ncontent-length: 2\r\n\r\n"
+    with connected() as connection:
+        assert [answer_to(connection, head, b"ab") for _ in range(5)] == [b"2"] * 5
+
+
+def test_bodies_are_taken_whatever_their_pieces_one_after_the_other() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 30_000 + b"\r\ncontent-length: 300000\r\n\r\n"
+    with connected() as connection:
+        for _ in range(4):
+            assert answer_to(connection, head, bytes(300_000)) == b"300000"
+            assert answer_to(connection, CHUNKED, *[b"1\r\nx\r\n" * 1000] * 50, b"0\r\n\r\n") == b"50000"
+
+
+def test_a_body_over_the_limit_is_not_read_to_its_end() -> None:
+    with connected() as connection:
+        connection.sendall(CHUNKED)
+        connection.sendall(b"493E1\r\n" + bytes(300_001) + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")

@@ -149,7 +149,7 @@ def _refusal(status: int, body: bytes, retry_after: str, role: str) -> Exception
     try:
         error = msgspec.json.decode(body)["error"]
         message, kind, code = str(error["message"]), str(error.get("type") or ""), str(error.get("code") or "")
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, RecursionError):
+    except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
         return InternalError(f"a worker answered with status {status} and no readable error.")
     wait_s = float(retry_after) if retry_after.isdigit() else 1.0
     return error_from_wire(status, kind, message, stage=role, reason=code, retry_after_s=wait_s)

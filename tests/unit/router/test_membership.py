@@ -107,6 +107,7 @@ async def test_a_worker_registers_only_with_the_clusters_secret(
     fingerprint = replace(behind.info.fingerprint, weights_digest=demo_model.weights_digest)
     behind.info = msgspec.structs.replace(behind.info, fingerprint=fingerprint)
     async with serve("PD1", present=[], cluster_secret=SECRET) as router, served(behind) as (server, _):
+        server.secret = SECRET  # it asks the router for the same
         router.session.headers.update({"authorization": shown} if shown else {})
         status, answer = await router.post({"url": server.url}, path="/workers")
         assert (status, answer["error"]["type"]) == (401, "authentication_error")

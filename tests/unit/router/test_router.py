@@ -15,9 +15,10 @@ from triptych.config import ModelConfig
 from triptych.demo import CHECKPOINT
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import Failed
-from triptych.errors import FailureReason, OverloadedError
+from triptych.errors import FailureReason, OverloadedError, StartError
 from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
 from triptych.router.options import RouterOptions
+from triptych.router.router import run_router
 
 Serve = Callable[..., Any]
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -442,6 +443,19 @@ async def test_registering_what_is_no_worker_is_refused(serve: Serve) -> None:
         assert status == 400
         status, _ = await served.post({"url": "http://127.0.0.1:9"}, path="/workers")
         assert status == 503
+
+
+@pytest.mark.parametrize(("host", "secret", "num_warnings"), [("0.0.0.0", "", 1), ("0.0.0.0", "x" * 16, 0), ("127.0.0.1", "", 0)])
+def test_a_router_that_other_hosts_can_reach_without_a_secret_says_so_as_it_starts(
+    host: str, secret: str, num_warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, demo_model: ModelConfig
+) -> None:
+    def nothing(*_: object, **__: object) -> None:
+        raise StartError("that is all.")
+
+    monkeypatch.setattr("triptych.router.router.open_serving", nothing)
+    with pytest.raises(StartError, match="that is all"):
+        run_router(RouterOptions(demo_model, host=host, port=0, cluster_secret=secret))
+    assert ["TRIPTYCH_CLUSTER_SECRET" in record.getMessage() for record in caplog.records] == [True] * num_warnings
 
 
 def test_options_leave_room_for_the_largest_picture_in_base64(demo_model: ModelConfig) -> None:

@@ -25,7 +25,7 @@ import triptych.worker.app as app_module
 from triptych.config import EngineConfig
 from triptych.engine.core import EngineCore
 from triptych.engine.events import ECNeeded, Encoded, EncodeEvent, Failed, Finished, GenerateEvent, HandedOver, NewTokens
-from triptych.errors import FailureReason
+from triptych.errors import FailureReason, StartError
 from triptych.http_server import StoppingServer, bind
 from triptych.worker.app import WorkerApp
 from triptych.worker.protocol import (
@@ -280,6 +280,20 @@ async def test_a_member_is_served():
     async with served(replace(config_of("EPD"), cluster_secret=SECRET)) as front:
         front.session.headers["authorization"] = f"Bearer {SECRET}"
         assert isinstance((await front.generate(generate_request()))[-1], Finished)
+
+
+@pytest.mark.parametrize(("host", "secret", "num_warnings"), [("0.0.0.0", "", 1), ("0.0.0.0", SECRET, 0), ("127.0.0.1", "", 0)])
+def test_a_worker_that_other_hosts_can_reach_without_a_secret_says_so_as_it_starts(
+    host: str, secret: str, num_warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    def no_worker(*_: object) -> None:
+        raise StartError("that is all.")
+
+    monkeypatch.setattr(app_module, "Worker", no_worker)
+    with pytest.raises(StartError, match="that is all"):
+        config = replace(config_of("E"), cluster_secret=secret)
+        app_module.run_worker(config, host=host, port=0, router_url=None, report=lambda _: None)
+    assert ["TRIPTYCH_CLUSTER_SECRET" in record.getMessage() for record in caplog.records] == [True] * num_warnings
 
 
 async def test_nothing_is_read_of_a_body_that_comes_without_the_secret(monkeypatch: pytest.MonkeyPatch):
