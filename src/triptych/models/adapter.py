@@ -46,13 +46,17 @@ class ModelAdapter:
     # --- the tower ---
 
     def preprocess(self, data: bytes, modality: str, grid: tuple[int, ...], num_rows: int, limits: MediaConfig) -> Inputs:
-        """File to tower inputs, for one item. Raises `MediaError` when the pixels are not what the header promised, `TooLargeError`
-        over a limit, and `InternalError` when the router promised other than this worker's files say."""
+        """File to tower inputs, for one item.
+
+        Raises `MediaError` when the pixels are not what the header promised, `TooLargeError` over a limit, and `InternalError` when the
+        router promised other than this worker's own files say.
+        """
+        self._layout.check_modality(modality)
         header = read_header(data, limits)
-        layouts = [self._layout.layout(header, items_in_request) for items_in_request in (1, 2)]  # alone, or one of several
-        if (grid, num_rows) not in [(each.grid, each.num_rows) for each in layouts]:
-            found = f"the grid {layouts[0].grid} and {layouts[0].num_rows} rows"
-            raise InternalError(f"a {modality} has {found} by this worker's files; the router promised {grid} and {num_rows}.")
+        alone, one_of_several = (self._layout.layout(header, items_in_request) for items_in_request in (1, 2))
+        if (grid, num_rows) not in ((alone.grid, alone.num_rows), (one_of_several.grid, one_of_several.num_rows)):
+            own = f"grid {alone.grid} and {alone.num_rows} rows"
+            raise InternalError(f"by this worker's files the {modality} has {own}; the router promised {grid} and {num_rows}.")
         image = decode_image(data)
         try:
             prepared = self.process(image, grid)

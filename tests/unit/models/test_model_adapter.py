@@ -120,7 +120,9 @@ def test_a_router_that_promises_other_than_the_workers_own_files_is_refused(
     tower: LoadedModel, png: Png, grid: tuple[int, ...], num_rows: int
 ) -> None:
     """Else the rows of a whole batch would shift, if another item's promise is wrong the other way."""
-    with pytest.raises(InternalError, match=r"grid \(1, 4, 4\) and 4 rows by this worker's files; the router promised"):
+    with pytest.raises(
+        InternalError, match=r"by this worker's files the image has grid \(1, 4, 4\) and 4 rows; the router promised"
+    ):
         tower.adapter.preprocess(png(56, 56), "image", grid, num_rows, LIMITS)
 
 

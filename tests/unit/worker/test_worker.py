@@ -198,18 +198,22 @@ async def test_bad_bytes_fail_their_own_encode_and_not_its_neighbour():
         assert isinstance(good, Encoded)
 
 
-async def test_pixels_that_are_not_what_the_header_promised_are_bad_media():
+async def test_a_router_that_promised_other_rows_than_the_workers_files_say_has_its_encode_failed_and_its_neighbour_not():
+    """It is not the picture's fault: another worker may agree with the router."""
     async with running(config_of("E")) as (worker,):
         wrong = EncodeRequest("e", key_of(0), "image", 4, (1, 4, 4))
-        failed = await worker.encode(wrong, picture())
+        failed, good = await asyncio.gather(worker.encode(wrong, picture()), worker.encode(encode_request("g", 1), picture(1)))
         assert isinstance(failed, EncodeFailed)
-        assert failed.reason == FailureReason.BAD_MEDIA
+        assert failed.reason == FailureReason.INTERNAL
+        assert "the router promised (1, 4, 4) and 4" in failed.message
+        assert isinstance(good, Encoded)
 
 
 async def test_an_unknown_modality_fails_alone():
     async with running(config_of("E")) as (worker,):
         failed = await worker.encode(EncodeRequest("e", key_of(0), "smell", 16, (1, 8, 8)), picture())
         assert isinstance(failed, EncodeFailed)
+        assert "takes no smell input" in failed.message
         assert isinstance(await worker.encode(encode_request("next"), picture()), Encoded)
         assert worker.is_alive
 
