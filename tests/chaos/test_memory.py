@@ -29,10 +29,10 @@ QUESTIONS = ("what colour is it?", "describe the picture.", "how many shapes are
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
-def memory_cases() -> list[ChatCase]:
-    rng = Random("memory")
-    pictures = [picture_url(f"memory {number}", (rng.choice(SIZES), rng.choice(SIZES))) for number in range(NUM_PICTURES)]
-    return [ChatCase(url[-20:], user(rng.choice(QUESTIONS), url), max_tokens=rng.randint(1, 2)) for url in pictures]
+def memory_case(number: int) -> ChatCase:
+    rng = Random(f"memory {number}")
+    url = picture_url(f"memory {number}", (rng.choice(SIZES), rng.choice(SIZES)))
+    return ChatCase(f"picture {number}", user(rng.choice(QUESTIONS), url), max_tokens=rng.randint(1, 2))
 
 
 class Soak:
@@ -77,7 +77,7 @@ async def test_20000_requests_with_500_pictures_through_small_caches_leave_memor
     log = tmp_path / "serve.log"
     flags = ("--layout", "E1P1D1", "--port", "0", "--num-threads", "1", *CACHES)
     with log.open("w") as stderr, BackgroundServer("demo", *flags, stderr=stderr, environment=ENVIRONMENT) as server:
-        soak = Soak(server.wait_until_ready(), memory_cases(), server)
+        soak = Soak(server.wait_until_ready(), [memory_case(number) for number in range(NUM_PICTURES)], server)
         urls = worker_urls(log)
         at_start = {name: await held_at(url) for name, url in urls.items()}
         await soak.run()
