@@ -116,7 +116,7 @@ def test_members_need_the_clusters_secret_which_no_command_line_and_no_log_shows
         BackgroundServer("demo", *SMALL, stderr=stderr, environment=environment) as server,
     ):
         router = server.wait_until_ready()
-        connections = worker_process(server, "aggregated-0").net_connections("tcp")
+        connections = processes_of(server)["aggregated-0"].net_connections("tcp")
         port = next(each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN)
         worker = f"http://127.0.0.1:{port}"
         registration = b'{"url": "%s"}' % worker.encode()

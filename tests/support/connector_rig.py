@@ -323,8 +323,8 @@ class RigWorker:
         self.core.announce(ticket)
         self._called()
 
-    def item_failed(self, request_id: str, reason: FailureReason) -> None:
-        self.core.item_failed(request_id, "the picture cannot be had.", reason)
+    def item_failed(self, request_id: str, key: str, reason: FailureReason) -> None:
+        self.core.item_failed(request_id, key, "the picture cannot be had.", reason)
         self._called()
 
     def abort(self, id: str) -> None:

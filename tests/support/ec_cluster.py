@@ -232,7 +232,7 @@ class Cluster:
     def _give_up(self, client: Client, feed: Feed, why: str, reason: FailureReason) -> None:
         feed.state, feed.deadline = FeedState.DONE, None
         self.causes.add((why, client.id))
-        self._send("failure", client.worker, lambda: client.worker.item_failed(client.id, reason), ("lost", client.id))
+        self._send("failure", client.worker, lambda: client.worker.item_failed(client.id, feed.key, reason), ("lost", client.id))
 
     def _loaded(self, event: ECLoaded) -> None:
         feed = self.clients[event.id].feeds.get(event.key)

@@ -249,21 +249,21 @@ SECRET = "0123456789abcdef"
 @pytest.mark.parametrize("secret", [SECRET, "!" * 16, "~" * 512, ""])
 def test_a_cluster_secret_is_16_to_512_printable_characters_or_none(secret: str) -> None:
     assert EngineConfig(MODEL, cluster_secret=secret).cluster_secret == secret
-    assert RouterOptions(Path("/model"), cluster_secret=secret).cluster_secret == secret
+    assert RouterOptions(MODEL, cluster_secret=secret).cluster_secret == secret
 
 
 @pytest.mark.parametrize(
     "secret", [" " * 20, "\t", SECRET[:-1], SECRET + " ", SECRET + "\n", "0123456789 abcdef", "секретсекретсекрет", "x" * 513]
 )
 def test_what_can_be_guessed_or_not_be_sent_is_no_cluster_secret(secret: str) -> None:
-    for make in (partial(EngineConfig, MODEL), partial(RouterOptions, Path("/model"))):
+    for make in (partial(EngineConfig, MODEL), partial(RouterOptions, MODEL)):
         with pytest.raises(ConfigError, match=r"^the cluster secret must be 16 to 512 printable.*openssl rand -hex 32") as caught:
             make(cluster_secret=secret)
         assert secret.strip() == "" or secret not in str(caught.value)
 
 
 def test_a_cluster_secret_is_never_shown() -> None:
-    for holder in (EngineConfig(MODEL, cluster_secret=SECRET), RouterOptions(Path("/model"), cluster_secret=SECRET)):
+    for holder in (EngineConfig(MODEL, cluster_secret=SECRET), RouterOptions(MODEL, cluster_secret=SECRET)):
         assert SECRET not in repr(holder)
         assert SECRET not in f"{holder} {[holder]}"
 

@@ -49,7 +49,7 @@ def test_a_list_of_conversations_gives_each_the_answer_it_has_alone(llm: LLM) ->
 def test_conversations_of_one_salt_share_a_pictures_embeddings_and_those_of_two_do_not(llm: LLM) -> None:
     messages = [{"role": "user", "content": [{"type": "image", "image": draw(random_picture(Random(8), (112, 112)))}]}]
     (worker,) = llm._serving.pool.workers  # pyright: ignore[reportPrivateUsage]
-    num_encoded: list[float] = []
+    num_encoded: list[Any] = []
     answers: set[tuple[int, ...]] = set()
     for salt in ("a", "a", "b", "b", "a", None, None):
         answers.add(llm.chat(messages, max_tokens=3, temperature=0, ignore_eos=True, cache_salt=salt).token_ids)

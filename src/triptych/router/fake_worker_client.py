@@ -191,7 +191,7 @@ class FakeWorkerClient(WorkerClient):
         if self.faults.ignore_deliveries:
             self.faults.ignore_deliveries -= 1
         elif failure is not None:
-            self._submit(lambda core: core.item_failed(delivery.request_id, delivery.message, failure))
+            self._submit(lambda core: core.item_failed(delivery.request_id, delivery.key, delivery.message, failure))
         elif ticket is not None:
             if not self.config.is_ec_consumer:
                 raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")

@@ -18,7 +18,7 @@ SECRET = "0123456789abcdef"
 CONFIG = EngineConfig(
     MODEL, Role.parse("EP"), is_alone=False, connector=ConnectorConfig("file", Path("/shared")), cluster_secret=SECRET
 )
-ROUTER = RouterOptions(model=Path("/model"), name="m", layout=ClusterLayout.parse("E1P2D3"), cluster_secret=SECRET)
+ROUTER = RouterOptions(model=MODEL, layout=ClusterLayout.parse("E1P2D3"), cluster_secret=SECRET)
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def test_all_workers_of_a_layout_share_the_secret_and_no_description_shows_it() 
     layout = ClusterLayout.parse("E1P1D2")
     workers = worker_configs(layout, MODEL, sections_from({}), secret)
     assert [worker.cluster_secret for worker in workers.values()] == [secret] * 4
-    router = RouterOptions(model=MODEL.path, name="m", layout=layout, cluster_secret=secret)
+    router = RouterOptions(model=MODEL, layout=layout, cluster_secret=secret)
     assert secret not in repr(ServeOptions(layout, router, workers))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.errors import ConfigError, TriptychError
-from triptych.router.fake_worker_client import FINGERPRINT, FakeWorkerClient
+from triptych.router.fake_worker_client import CONFIG, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.membership import Membership
 from triptych.router.pool import WorkerPool
@@ -23,7 +23,7 @@ SECRET = "secret-of-this-cluster"
 async def membership() -> AsyncGenerator[tuple[Membership, WorkerPool]]:
     pool = WorkerPool()
     async with make_session() as session:
-        made = Membership(pool, session, FINGERPRINT.weights_digest)
+        made = Membership(pool, session, CONFIG.model.weights_digest)
         try:
             yield made, pool
         finally:

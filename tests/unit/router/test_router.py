@@ -447,7 +447,12 @@ async def test_registering_what_is_no_worker_is_refused(serve: Serve) -> None:
 
 @pytest.mark.parametrize(("host", "secret", "num_warnings"), [("0.0.0.0", "", 1), ("0.0.0.0", "x" * 16, 0), ("127.0.0.1", "", 0)])
 def test_a_router_that_other_hosts_can_reach_without_a_secret_says_so_as_it_starts(
-    host: str, secret: str, num_warnings: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, demo_model: ModelConfig
+    host: str,
+    secret: str,
+    num_warnings: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    demo_model: ModelConfig,
 ) -> None:
     def nothing(*_: object, **__: object) -> None:
         raise StartError("that is all.")
