@@ -56,6 +56,7 @@ AFTER_FAILURE = {
     FailureReason.TIMEOUT: AfterFailure.ASK_AGAIN,  # of a read; a wait that times out ends its request
     FailureReason.CORRUPT: AfterFailure.ASK_AGAIN,
     FailureReason.INTERNAL: AfterFailure.ASK_AGAIN,
+    FailureReason.OVERLOADED: AfterFailure.ASK_AGAIN,
     FailureReason.MISMATCH: AfterFailure.END_REQUEST,
     FailureReason.BAD_MEDIA: AfterFailure.END_REQUEST,
 }

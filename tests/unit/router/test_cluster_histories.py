@@ -151,10 +151,13 @@ class History:
         await asyncio.sleep(asked.at_s)
         tokens: list[int] = []
         try:
-            async with asyncio.timeout(asked.leaves_after_s), cluster.pipeline.admitted():
-                async with cluster.pipeline.run(asked.job, Stopwatch(loop.time)) as running:
-                    async for batch in running.tokens():
-                        tokens += [token.token_id for token in batch]
+            async with (
+                asyncio.timeout(asked.leaves_after_s),
+                cluster.pipeline.admitted(),
+                cluster.pipeline.run(asked.job, Stopwatch(loop.time)) as running,
+            ):
+                async for batch in running.tokens():
+                    tokens += [token.token_id for token in batch]
             asked.outcome = "answered"
         except TriptychError as error:
             asked.outcome, asked.error = error.type, error

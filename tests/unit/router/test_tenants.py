@@ -106,10 +106,10 @@ async def test_processor_options_of_a_request_are_refused_rather_than_lost_on_th
 async def test_the_workers_dtype_is_part_of_a_key(serve: Serve, png: Png) -> None:
     """The router computes nothing, so it has the dtype from who does."""
     async with serve("E1P1D1") as served:
-        assert served.serving.pool.dtype == served.workers["E0"].info.fingerprint.dtype == "int"
-        prompt = await render(served, png(), "int")
+        assert served.serving.pool.dtype == served.workers["E0"].info.fingerprint.dtype == "float32"
+        prompt = await render(served, png(), "float32")
         assert await keys_of(served, ask(png())) == [prompt]
-        assert prompt != await render(served, png(), "float32")
+        assert prompt != await render(served, png(), "float16")
 
 
 async def render(served: Any, picture: bytes, dtype: str) -> str:
