@@ -146,12 +146,14 @@ def worker(
     **settings: Any,
 ) -> None:
     """Start one worker by hand and register it with a router; both need the same TRIPTYCH_CLUSTER_SECRET in their environment."""
-    # Late for start-up: torch takes seconds.
+    # Late for start-up, as above.
     from triptych.launch.options import cluster_secret, resolve_device
+
+    secret = cluster_secret(os.environ)
+    # Torch takes seconds: a mistake is told before it.
     from triptych.models.inspect import resolve_model
     from triptych.worker.app import run_worker
 
-    secret = cluster_secret(os.environ)
     sections = sections_from(settings)
     device = resolve_device(sections["device"].device)
     config = resolve_model(model, name=served_model_name, dtype=dtype, max_model_len=max_model_len, device=device)

@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,7 @@ from triptych.transfer.arena_exchange import ArenaExchange
 from triptych.transfer.arena_registry import ArenaRegistry
 
 TIMEOUT_S = 10.0
-ADDRESS = f"triptych-{0:032x}"
+ADDRESS = f"triptych-{secrets.token_hex(16)}"  # of a peer that a test plays; others may run on this host
 
 
 def make_exchange(worker_id: str, timeout_s: float = 5.0) -> tuple[ArenaExchange, Arena]:
@@ -332,6 +333,7 @@ def test_one_link_too_many_is_an_error_and_the_others_go_on(exchange: ArenaExcha
 @contextmanager
 def no_descriptor_left() -> Generator[None]:
     """None can be opened while inside; those that are open stay."""
+    gc.collect()  # what other tests left would be closed meanwhile
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
