@@ -2,11 +2,13 @@
 
 import msgspec
 
+from triptych.media.key import ItemKey
+
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One picture, video or audio of a request. Its `num_rows` embeddings fill the placeholders of `runs`, in order."""
 
-    key: str  # 64 hex digits; see media/key.py
+    key: ItemKey
     modality: str
     runs: tuple[tuple[int, int], ...]  # (first token, number of tokens), ascending; several where separators lie between
     num_rows: int  # == sum of the runs' lengths

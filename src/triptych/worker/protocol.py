@@ -14,11 +14,14 @@ An error is `{"error": {"message", "type", "param", "code"}}` with its HTTP stat
 that names the role. Shapes follow vLLM's token-in-token-out `generate`.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from triptych.config import Fingerprint
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
+from triptych.media.key import ItemKey
 from triptych.output import ECTicket, KVTicket
 from triptych.sampling_params import SamplingParams
 
@@ -30,6 +33,8 @@ RELEASE_PATH = "/inference/v1/release"
 INFO_PATH = "/inference/v1/info"
 WATCH_PATH = "/inference/v1/watch"
 ENCODE_HEADER = "x-triptych-encode"
+
+CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -52,7 +57,7 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
     A decode worker gets the items without their embeddings: positions need the grids.
     """
 
-    request_id: str
+    request_id: CallId
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling_params: SamplingParams
@@ -62,8 +67,8 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    encode_id: str
-    key: str
+    encode_id: CallId
+    key: ItemKey
     modality: str
     num_rows: int
     grid: tuple[int, ...] = ()
@@ -73,19 +78,19 @@ class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defau
 class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Exactly one of `ticket` and `failure` is set, or neither: the item is resident in the worker already (it encoded it)."""
 
-    request_id: str
-    key: str
+    request_id: CallId
+    key: ItemKey
     ticket: ECTicket | None = None
     failure: FailureReason | None = None
     message: str = ""
 
 
 class AbortRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: str  # a request's or an encode's
+    id: CallId  # a request's or an encode's
 
 
 class ReleaseRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: str  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
+    id: CallId  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
 
 
 class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
