@@ -15,6 +15,7 @@ import msgspec
 
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
+from triptych.media.key import ItemKey
 from triptych.sampling_params import SamplingParams
 from triptych.transfer.seal import is_sealed, seal_of
 from triptych.transfer.ticket import Ticket
@@ -25,7 +26,7 @@ from triptych.transfer.ticket import Ticket
 class ECTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A published encoder-cache item. The consumer checks every field against its own model before it reads."""
 
-    key: str
+    key: ItemKey
     num_rows: int
     row_width: int
     dtype: str

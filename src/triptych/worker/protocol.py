@@ -24,7 +24,8 @@ from msgspec import Meta
 
 from triptych.config import Fingerprint
 from triptych.errors import FailureReason
-from triptych.media.item import Grid, Key, MediaItem, Modality
+from triptych.media.item import Grid, MediaItem, Modality
+from triptych.media.key import ItemKey
 from triptych.output import ECTicket, KVTicket
 from triptych.sampling_params import SamplingParams
 
@@ -78,7 +79,7 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
 
 class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     encode_id: Id
-    key: Key
+    key: ItemKey
     modality: Modality
     num_rows: int
     grid: Grid = ()
@@ -89,7 +90,7 @@ class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
     """Exactly one of `ticket` and `failure` is set, or neither: the item is resident in the worker already (it encoded it)."""
 
     request_id: Id
-    key: Key
+    key: ItemKey
     ticket: ECTicket | None = None
     failure: FailureReason | None = None
     message: Text = ""

@@ -153,6 +153,21 @@ def test_pages_other_than_the_items_own_are_not_read(hand: HandScheduler) -> Non
     assert "resident" in hand.runner.execute_model(output).failed_requests["r"]
 
 
+def test_pages_given_up_and_written_in_one_step_hold_the_new_item(hand: HandScheduler) -> None:
+    """The order within a step: what is freed goes first, so that it cannot take the newcomer with it."""
+    hand.step({}, encode=(CATS,))
+    pages = hand.item_pages.pop(CATS.key)
+    hand.free_pages += pages
+    generations = hand.runner.encoder_cache.arena.generations_of(pages)
+    hand.add("r", Prompt([[10], DOGS, [11]]))
+    output = hand.step({"r": DOGS.num_rows + 4}, encode=(DOGS,), freed_pages=pages)
+    assert set(hand.item_pages[DOGS.key]) <= set(pages)
+    assert not output.failed_encodes and not output.failed_requests and not output.stalled_requests
+    assert CATS.key not in hand.runner.encoder_cache
+    assert DOGS.key in hand.runner.encoder_cache
+    assert hand.runner.encoder_cache.arena.generations_of(pages) == tuple(each + 1 for each in generations)
+
+
 def test_a_request_whose_item_fails_to_encode_is_stalled_and_runs_when_the_item_is_there(hand: HandScheduler) -> None:
     broken = Picture((1, 6, 8), seed=1)
     broken.inputs = {"pixel_values": CATS.inputs["pixel_values"][:-1], "image_grid_thw": CATS.inputs["image_grid_thw"]}

@@ -1,5 +1,6 @@
 """Messages go there and back unchanged, and what the protocol does not know is refused."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -109,6 +110,30 @@ def test_an_unknown_field_at_any_depth_is_refused(path: tuple[str | int, ...]):
     inner["colour"] = "red"
     with pytest.raises(msgspec.ValidationError, match="colour"):
         msgspec.json.decode(msgspec.json.encode(fields), type=GenerateRequest)
+
+
+@pytest.mark.parametrize(
+    "key", ["", "cat", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", "../" * 21 + "a", "/" + "0" * 63, "é" * 64]
+)
+@pytest.mark.parametrize("message", [full_request(), encode_request(), ECDelivery("r", key_of(0), EC_TICKET)], ids=name_of)
+def test_a_key_that_is_no_digest_is_refused_wherever_it_stands(message: msgspec.Struct, key: str):
+    """A key becomes a file's name in one data plane."""
+    sent = msgspec.json.encode(message).decode()
+    assert sent.count(key_of(0)) >= 1
+    for number in range(sent.count(key_of(0))):
+        pieces = sent.split(key_of(0))
+        wrong = key_of(0).join(pieces[: number + 1]) + json.dumps(key)[1:-1] + key_of(0).join(pieces[number + 1 :])
+        with pytest.raises(msgspec.ValidationError, match=r"Expected `str` matching regex"):
+            msgspec.json.decode(wrong, type=type(message))
+
+
+@pytest.mark.parametrize("id", ["", "x" * 257])
+@pytest.mark.parametrize("message", [*MESSAGES[:4], *MESSAGES[6:8]], ids=name_of)
+def test_an_id_has_a_bound(message: msgspec.Struct, id: str):
+    fields: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(message))
+    (name,) = fields.keys() & {"request_id", "encode_id", "id"}
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        msgspec.json.decode(msgspec.json.encode(fields | {name: id}), type=type(message))
 
 
 @pytest.mark.parametrize("field", ("request_id", "token_ids", "num_prompt_tokens", "sampling_params"))
