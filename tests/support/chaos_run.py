@@ -34,7 +34,7 @@ PACE_TIMEOUT_S = 120.0
 WHOLE_CACHE = (448, 448)  # pixels: 256 rows, which is all that a worker's encoder cache holds
 FLAGS = (
     *("--num-threads", "1", "--num-kv-blocks", "192", "--encoder-cache-rows", "256", "--max-num-batched-tokens", "128"),
-    *("--ec-lease-s", "5", "--kv-lease-s", "5"),  # what a lost release would have freed is free before the end is looked at
+    *("--ec-lease-s", "15", "--kv-lease-s", "15"),  # longer than a stop, and shorter than the end's patience with a lost release
 )
 
 
