@@ -57,7 +57,7 @@ class SharedEncodes:
             if flight is not None and flight.worker.id not in avoid:
                 self._metrics.encodes.labels("shared").inc()
                 return flight
-        worker = self._placement.pick_encode(job.item, prefill, avoid)
+        worker = self._encoding(key, avoid) or self._placement.pick_encode(job.item, prefill, avoid)
         num_rows = job.item.num_rows
         self._placement.begin(worker, Stage.ENCODE, num_rows)
         name = (key, prefill.id if worker is prefill else "")
@@ -68,6 +68,11 @@ class SharedEncodes:
         self._flights[name] = flight
         self._metrics.encodes.labels("started").inc()
         return flight
+
+    def _encoding(self, key: str, avoid: Collection[str]) -> PooledWorker | None:
+        """A worker that encodes the item for itself: a ticket for others costs it no second encode."""
+        workers = [flight.worker for (other, _), flight in self._flights.items() if other == key]
+        return next((worker for worker in workers if worker.is_ready and worker.id not in avoid), None)
 
     async def wait(self, flight: Flight) -> Encoded | EncodeFailed:
         """Raises `WorkerLostError`, or the worker's refusal. Cancelling leaves the flight, which ends with its last waiter.
