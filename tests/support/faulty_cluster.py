@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from triptych.config import ClusterLayout, EngineConfig, Stage
 from triptych.engine.arithmetic_runner import Fabric
-from triptych.engine.events import TERMINAL_EVENTS, EncodeEvent, EngineEvent, Failed, GenerateEvent, PreparationNeeded
+from triptych.engine.events import TERMINAL_EVENTS, Encoded, EncodeEvent, EncodeFailed, EngineEvent, Failed, GenerateEvent
 from triptych.errors import FailureReason, OverloadedError
 from triptych.output import ModelRunnerOutput, SchedulerOutput
 from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
@@ -54,7 +54,7 @@ class Log:
 
     trace: list[str] = field(default_factory=list[str])
     faults: list[tuple[float, str, str]] = field(default_factory=list[tuple[float, str, str]])
-    has_moved: bool = False  # a request, as a call was refused or failed
+    ended: set[str] = field(default_factory=set[str])  # ids of requests and encodes that had their terminal event
     ids: dict[str, str] = field(default_factory=dict[str, str])  # encode ids are random: their names here
 
     def note(self, hit: str, fault: str) -> None:
@@ -63,8 +63,13 @@ class Log:
         self.say(f"{self.name(hit)}: {fault}")
 
     def see(self, worker_id: str, event: EngineEvent) -> None:
-        id = "" if isinstance(event, PreparationNeeded) else self.name(event.id)
-        self.say(f"{worker_id} {type(event).__name__} {id} {getattr(event, 'key', '')[:8]} {getattr(event, 'reason', '') or ''}")
+        id, key = getattr(event, "id", ""), getattr(event, "key", "")
+        self.say(f"{worker_id} {type(event).__name__} {self.name(id)} {key[:8]} {getattr(event, 'reason', '') or ''}")
+        assert id not in self.ended, f"{worker_id} says {event} after the end"
+        if isinstance(event, (*TERMINAL_EVENTS, Encoded, EncodeFailed)):
+            self.ended.add(id)
+        if isinstance(event, Failed | EncodeFailed) and "wait already" in event.message:
+            self.note(key or event.id, "refused: full")
 
     def say(self, what: str) -> None:
         self.trace.append(f"{asyncio.get_running_loop().time():8.4f} {what}")
@@ -148,7 +153,6 @@ class FaultyLink(WorkerClient):
         if self._rng.random() < self._weather.failed:
             reason = self._rng.choice(READ_FAILURES)
             self._cluster.log.note(request.request_id, f"failed at once: {reason}")
-            self._cluster.log.has_moved = True
             yield Failed(request.request_id, "it failed", "kv_unavailable", 503, reason)
             return
         inbox: asyncio.Queue[GenerateEvent | Exception] = asyncio.Queue()
@@ -221,7 +225,6 @@ class FaultyLink(WorkerClient):
     def _maybe_refuse(self, name: str) -> None:
         if self._rng.random() < self._weather.refused:
             self._cluster.log.note(name, "refused: full")
-            self._cluster.log.has_moved = True
             raise OverloadedError("this worker is full.")
 
     def _start(self, call: Callable[[], Awaitable[T]]) -> "asyncio.Task[T]":
@@ -271,6 +274,11 @@ class FaultyCluster:
             }
 
     @property
+    def is_slow(self) -> bool:
+        """Messages may take seconds."""
+        return self.weather.late > 0 and self.weather.late_s > 1
+
+    @property
     def live(self) -> list[ObservedWorker]:
         return [worker for worker in self.workers.values() if not worker.dead.is_set()]
 
@@ -282,10 +290,11 @@ class FaultyCluster:
         return self.rng.random() * self.weather.late_s if self.rng.random() < self.weather.late else 0.0
 
     def check_encode(self, worker: ObservedWorker, key: str) -> None:
-        """Nobody's fault, and somebody has it: then it need not be encoded again. A request that moves to another prefill worker may have
-        left the encode that it waited for."""
-        moved = any(Stage.PREFILL in self.workers[id].config.role for id in self.touched) or self.log.has_moved
-        if moved or self.log.hits({key}):
+        """Nobody's fault, and somebody has it: then it need not be encoded again. Where answers are under way for seconds the router may
+        not know yet; and a request that moves to another prefill worker may have left the encode that it waited for."""
+        has_moved = any(fault.startswith(("refused", "failed")) for _, _, fault in self.log.faults)
+        has_lost = any(Stage.PREFILL in self.workers[id].config.role for id in self.touched)
+        if self.is_slow or has_moved or has_lost or self.log.hits({key}):
             return
         holders = [
             pooled.id

@@ -224,6 +224,7 @@ class Pipeline:
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
+                        feed.read_by(worker)
                         feed.let_go()
                     case Failed():
                         kv.pop_all()
