@@ -5,7 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Key = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # see key.py
+from triptych.media.key import ItemKey
+
 Modality = Annotated[str, Meta(max_length=16)]
 # What the family's positions need, e.g. (t, h, w) in patches.
 Grid = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)]
@@ -14,7 +15,7 @@ Grid = Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=8)]
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One picture, video or audio of a request. Its `num_rows` embeddings fill the placeholders of `runs`, in order."""
 
-    key: Key
+    key: ItemKey
     modality: Modality
     # (first token, number of tokens), ascending; several where separators lie between
     runs: Annotated[tuple[tuple[int, int], ...], Meta(max_length=2**16)]

@@ -1,6 +1,12 @@
 """`media_key`: the name of an item's embeddings. Two items that would embed differently never share one."""
 
+from typing import Annotated
+
+import msgspec
 from blake3 import blake3
+
+# In every message between processes, so that no other name reaches a table or a path: a key is a digest made by us.
+ItemKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 def media_key(*, modality: str, data: bytes, settings: bytes, layout: bytes, weights_digest: str, tenant_salt: str) -> str:
