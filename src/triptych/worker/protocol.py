@@ -41,7 +41,7 @@ ENCODE_HEADER = "x-triptych-encode"
 MAX_TEXT_LEN = 4096
 MAX_URL_LEN = 300
 
-Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:-]{1,128}\Z")]  # goes into headers and logs as it is
+CallId = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:-]+\Z")]  # goes into headers and logs as it is
 Text = Annotated[str, Meta(max_length=MAX_TEXT_LEN)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 
@@ -68,7 +68,7 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
     A decode worker gets the items without their embeddings: positions need the grids.
     """
 
-    request_id: Id
+    request_id: CallId
     token_ids: Annotated[tuple[int, ...], Meta(max_length=2**21)]  # the model's own limit is refused at admission, in its words
     num_prompt_tokens: int
     sampling_params: SamplingParams
@@ -78,7 +78,7 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    encode_id: Id
+    encode_id: CallId
     key: ItemKey
     modality: Modality
     num_rows: int
@@ -89,7 +89,7 @@ class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defau
 class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Exactly one of `ticket` and `failure` is set, or neither: the item is resident in the worker already (it encoded it)."""
 
-    request_id: Id
+    request_id: CallId
     key: ItemKey
     ticket: ECTicket | None = None
     failure: FailureReason | None = None
@@ -97,15 +97,15 @@ class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class AbortRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: Id  # a request's or an encode's
+    id: CallId  # a request's or an encode's
 
 
 class ReleaseRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    id: Id  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
+    id: CallId  # a request's (its KV blocks) or an encode's (its item's pages): the lease ends now
 
 
 class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    worker_id: Id
+    worker_id: CallId
     role: Annotated[str, Meta(max_length=3)]
     fingerprint: Fingerprint
     max_model_len: Count
