@@ -43,7 +43,7 @@ def of_other_rows(p: Engine, ticket: ECTicket) -> None:
 
 
 def it_failed(p: Engine, _: ECTicket) -> None:
-    p.core.item_failed("lost", "a broken file", FailureReason.BAD_MEDIA)
+    p.core.item_failed("lost", ITEM.key, "a broken file", FailureReason.BAD_MEDIA)
 
 
 @pytest.mark.parametrize("happens", [never, from_nobody, of_other_generations, of_other_rows, it_failed])

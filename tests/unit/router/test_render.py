@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_families import save_tiny_model
 from transformers import AutoTokenizer
 
 from triptych.config import MediaConfig
@@ -122,12 +124,21 @@ def test_too_many_items_and_unknown_modalities_are_refused(renderer: Renderer, p
         render(renderer, ChatMessage("user", (MediaPart("audio", b""),)))
 
 
-def test_media_in_a_place_where_the_template_drops_it_is_an_error(renderer: Renderer, png: Callable[..., bytes]) -> None:
-    source = renderer._template  # pyright: ignore[reportPrivateUsage]
-    assert "image" in source.source
-    big = MediaPart("image", b"\x00" * (33 * 1024**2))
+@pytest.mark.parametrize("drops", ["message.role == 'system'", "loop.index > 1", "true"])
+def test_media_in_a_place_where_the_template_drops_it_is_an_error(drops: str, tmp_path: Path, png: Callable[..., bytes]) -> None:
+    save_tiny_model("internvl", tmp_path, [])
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("in message.content %}", f"in ([] if {drops} else message.content) %}}"))
+    picture = (MediaPart("image", png()), TextPart("what is it?"))
+    with ThreadPoolExecutor(1) as executor:
+        renderer = Renderer(resolve_model(tmp_path), MediaConfig(), executor)
+        with pytest.raises(RequestError, match=r"makes [01] placeholders for 2 media parts"):
+            render(renderer, ChatMessage("system", picture), ChatMessage("user", picture))
+
+
+def test_a_file_over_the_limit_is_refused(renderer: Renderer) -> None:
     with pytest.raises(TooLargeError):
-        render(renderer, ChatMessage("user", (big,)))
+        render(renderer, ChatMessage("user", (MediaPart("image", b"\0" * (33 * 1024**2)),)))
 
 
 BROKEN_URL = "data:image/png;base64,*"
