@@ -140,8 +140,9 @@ async def _hurt_and_ask(
         for number in range(NUM_CLIENTS)
     ]
     try:
-        stages = plan_faults(seed, num_faults).values()
-        await asyncio.gather(*(_hurt_stage(cluster, faults, started_at, report) for faults in stages))
+        async with asyncio.TaskGroup() as stages:
+            for faults in plan_faults(seed, num_faults).values():
+                stages.create_task(_hurt_stage(cluster, faults, started_at, report))
     finally:
         is_over.set()
         await asyncio.gather(*clients)
@@ -199,8 +200,10 @@ async def _hurt(cluster: ChaosCluster, fault: PlannedFault) -> None:
         case FaultKind.STOP:
             process = cluster.processes()[fault.worker]
             process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(STOPPED_S)  # the fault itself
-            process.send_signal(signal.SIGCONT)
+            try:
+                await asyncio.sleep(STOPPED_S)  # the fault itself
+            finally:
+                process.send_signal(signal.SIGCONT)
             await read_metrics(old_url)  # it answers again
         case FaultKind.CUT:
             cluster.forwarders[fault.worker].cut()
