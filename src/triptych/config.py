@@ -164,7 +164,7 @@ class SchedulerConfig:
 class ConnectorConfig:
     data_plane: str = "shm"  # shm (same host) or file (a shared directory)
     path: Path | None = None  # the directory of the file data plane
-    ec_timeout_s: float = 60.0  # how long a request waits for one media item
+    ec_timeout_s: float = 60.0  # how long a request waits for one media item, and an item for its encode
     kv_timeout_s: float = 60.0  # how long a request waits for its KV blocks
     # How long a producer keeps what it has published without hearing of it. An item whose lease lapsed is cheap to publish again, and a
     # cache full of items that nobody can take yet would hold up those that could be: its lease is the shorter.

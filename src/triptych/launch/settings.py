@@ -68,7 +68,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("scheduler", "max_num_waiting", int, "Requests that may wait in one worker before new ones are refused."),
     _setting("connector", "data_plane", str, "How embeddings and KV blocks move: shm (same host) or file."),
     _setting("connector", "path", Path | None, "Directory of the file data plane.", flag="--ec-path"),
-    _setting("connector", "ec_timeout_s", float, "Seconds that a request waits for one media item."),
+    _setting("connector", "ec_timeout_s", float, "Seconds that a request waits for one media item, and an item for its encode."),
     _setting("connector", "kv_timeout_s", float, "Seconds that a request waits for its KV blocks."),
     _setting("connector", "ec_lease_s", float, "Seconds that an encode worker keeps an item for a prefill worker that has not read it."),
     _setting("connector", "kv_lease_s", float, "Seconds that a prefill worker keeps KV blocks for a decode worker that has not read them."),
