@@ -183,7 +183,7 @@ class ConnectorConfig:
     ec_connector: str = "data-plane"  # how embeddings move: over the data plane, file (a directory), or what a package adds
     ec_path: Path | None = None  # the directory of the file EC connector
     ec_path_nbytes: int = 4096 * 1024**2  # what that directory may hold before the items used least recently go
-    ec_timeout_s: float = 60.0  # how long a request waits for one media item
+    ec_timeout_s: float = 60.0  # how long a request waits for one media item, and an item for its encode
     kv_timeout_s: float = 60.0  # how long a request waits for its KV blocks
     # How long a producer keeps what it has published without hearing of it. An item whose lease lapsed is cheap to publish again, and a
     # cache full of items that nobody can take yet would hold up those that could be: its lease is the shorter.

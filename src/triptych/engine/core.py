@@ -57,7 +57,7 @@ class EngineCore:
 
     def item_failed(self, request_id: str, key: str, message: str, reason: FailureReason) -> None:
         """An item cannot be had from anybody. That ends the request, unless it has the item by now, or somebody else's ticket for it."""
-        if not self.scheduler.waits_in_vain(request_id, key):
+        if not self.scheduler.lacks(request_id, key):
             return
         if reason == FailureReason.BAD_MEDIA:
             self.scheduler.fail_request(request_id, message, RequestError.type, RequestError.status, reason)

@@ -40,7 +40,7 @@ class ECNeeded(Event, frozen=True, tag="ec_needed"):
 
 
 class ECLoaded(Event, frozen=True, tag="ec_loaded"):
-    """An item that the request waited for has come from a peer: its ticket is not needed any more."""
+    """An item that the request waited for is here, and its ticket is not needed any more."""
 
     key: str
 

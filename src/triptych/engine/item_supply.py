@@ -78,8 +78,8 @@ class ItemSupply:
         for item in request.items:
             self.cache.unpin(item.key, request.request_id)
 
-    def cannot_be_had(self, request_id: str, key: str) -> bool:
-        """Whether the news that nobody can produce the item leaves the request without it: not if a ticket of somebody else's is here."""
+    def lacks(self, request_id: str, key: str) -> bool:
+        """Whether the request waits for the item and no ticket is here, be it one that somebody else asked for."""
         item = self.wanted.get(key)
         return item is not None and request_id in item.waiters and item.ticket is None
 
@@ -127,9 +127,6 @@ class ItemSupply:
             return []
         events: list[EngineEvent] = []
         for request_id, waiter in item.waiters.items():
-            if not self.cache.holds(key, waiter.num_rows):
-                events.append(_misfit(request_id, key))
-                continue
             self.cache.pin(key, request_id, waiter.rank)
             has_ticket = item.ticket is not None
             requests[request_id].timeline.ec_load_s = now - item.announced_at if has_ticket else 0.0

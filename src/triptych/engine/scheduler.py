@@ -86,9 +86,9 @@ class Scheduler:
     def announce(self, ticket: ECTicket) -> None:
         self._items.announce(ticket, self._clock())
 
-    def waits_in_vain(self, request_id: str, key: str) -> bool:
-        """Whether the request lacks an item, and no ticket for it has come."""
-        return self._items.cannot_be_had(request_id, key)
+    def lacks(self, request_id: str, key: str) -> bool:
+        """Whether the request waits for an item of which no ticket has come."""
+        return self._items.lacks(request_id, key)
 
     def fail_request(self, request_id: str, message: str, type: str, status: int, reason: FailureReason | None = None) -> None:
         """End a request with an error; nothing happens if it has ended."""

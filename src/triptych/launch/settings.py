@@ -72,7 +72,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("connector", "ec_connector", str, "How embeddings move: data-plane, file, or one that an installed package adds."),
     _setting("connector", "ec_path", Path | None, "Directory of the file EC connector, the same for all workers."),
     _mib("connector", "ec_path_nbytes", "--ec-path-mib", "What that directory may hold, in MiB; items used least recently go first."),
-    _setting("connector", "ec_timeout_s", float, "Seconds that a request waits for one media item."),
+    _setting("connector", "ec_timeout_s", float, "Seconds that a request waits for one media item, and an item for its encode."),
     _setting("connector", "kv_timeout_s", float, "Seconds that a request waits for its KV blocks."),
     _setting("connector", "ec_lease_s", float, "Seconds that an encode worker keeps an item for a prefill worker that has not read it."),
     _setting("connector", "kv_lease_s", float, "Seconds that a prefill worker keeps KV blocks for a decode worker that has not read them."),

@@ -266,8 +266,8 @@ def test_a_request_that_expects_other_rows_than_its_item_has_is_refused_and_its_
 
 
 def test_a_request_whose_item_was_evicted_and_came_back_with_other_rows_reads_none_of_them():
-    engine = make_engine(is_alone=True, encoder_rows=8, chunk=4)
-    item, other = item_of("cat", 8, 6), item_of("cat", 0, 8)
+    engine = make_engine(is_alone=True, encoder_rows=8, chunk=8)
+    item, other = item_of("cat", 10, 6), item_of("cat", 0, 8)
     engine.encode("e", item)
     engine.run()
     engine.add("r", PROMPT, (item,))
