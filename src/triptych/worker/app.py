@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from triptych.config import EngineConfig
 from triptych.engine.events import Failed, GenerateEvent
-from triptych.errors import RequestError, TriptychError, WorkerLostError
+from triptych.errors import InternalError, RequestError, TriptychError, WorkerLostError
 from triptych.http_server import ERROR_HANDLERS, Guard, StoppingServer, bind, read_body, unless_client_leaves, warn_if_open
 from triptych.worker.metrics import make_registry
 from triptych.worker.protocol import (
@@ -155,19 +155,23 @@ def _decode(body: bytes, kind: type[M]) -> M:
 def run_worker(
     config: EngineConfig, *, host: str, port: int, router_url: str | None, report: Callable[[StartReport], None]
 ) -> None:
-    """Load, serve until SIGTERM or SIGINT, clean up. Raises `StartError` or `ConfigError` when it cannot start."""
+    """Load, serve until SIGTERM or SIGINT, clean up. Raises `StartError` or `ConfigError` when it cannot start, and `InternalError` when its
+    engine broke: whoever watches the process starts it anew."""
     with bind(host, port) as listener:
         warn_if_open(listener, config.cluster_secret)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         worker = Worker(config, lambda loaded: report(StartReport(loaded=loaded)))
         registration = Registration(router_url, url, config.cluster_secret) if router_url is not None else None
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(WorkerApp(worker, registration), registration, listener, lambda: report(StartReport(1.0, url))))
+            runner.run(_serve(worker, registration, listener, lambda: report(StartReport(1.0, url))))
+        if worker.engine_error is not None:
+            raise InternalError(f"the engine broke: {type(worker.engine_error).__name__}: {worker.engine_error}")
 
 
 async def _serve(
-    app: WorkerApp, registration: Registration | None, listener: socket.socket, report_ready: Callable[[], None]
+    worker: Worker, registration: Registration | None, listener: socket.socket, report_ready: Callable[[], None]
 ) -> None:
+    app = WorkerApp(worker, registration)
     keeping = asyncio.create_task(registration.keep()) if registration is not None else None
 
     async def stop() -> None:
@@ -178,4 +182,12 @@ async def _serve(
     server = StoppingServer(app.to_asgi(), stop)
     listener.listen(BACKLOG)  # from here on calls wait instead of being refused
     report_ready()
+    ending = asyncio.create_task(_end_with_engine(worker, server))
     await server.serve(sockets=[listener])
+    await ending
+
+
+async def _end_with_engine(worker: Worker, server: StoppingServer) -> None:
+    """A front without engine is of no use to anybody."""
+    await worker.engine_ended()
+    server.should_exit = True

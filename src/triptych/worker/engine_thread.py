@@ -28,6 +28,7 @@ class EngineThread:
         self._on_death = on_death
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_closing = False
+        self.error: BaseException | None = None  # that broke the engine
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -36,6 +37,10 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Until the engine has ended: it was closed, or it broke."""
+        self._thread.join()
 
     def submit(self, command: Command) -> None:
         """Have `command` run between two steps. Thread-safe, returns at once."""
@@ -61,6 +66,7 @@ class EngineThread:
                     self._on_events(events)
         except Exception as error:  # the thread's edge: a broken scheduler cannot be trusted with another step
             logger.exception("the engine broke")
+            self.error = error
             self._on_death(error)
 
     def _take_commands(self, wait: bool) -> None:

@@ -185,6 +185,15 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive
 
+    @property
+    def engine_error(self) -> BaseException | None:
+        """What broke the engine, which never runs again."""
+        return self._thread.error
+
+    async def engine_ended(self) -> None:
+        """Return when the engine has: the worker was closed, or it broke."""
+        await asyncio.to_thread(self._thread.join)
+
     def gauges(self) -> dict[str, float]:
         """Instantaneous values for /metrics, by name."""
         scheduler = self._core.scheduler

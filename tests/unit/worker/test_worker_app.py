@@ -25,9 +25,9 @@ import triptych.worker.app as app_module
 from triptych.config import EngineConfig
 from triptych.engine.core import EngineCore
 from triptych.engine.events import ECNeeded, Encoded, EncodeEvent, Failed, Finished, GenerateEvent, HandedOver, NewTokens
-from triptych.errors import FailureReason, StartError
+from triptych.errors import FailureReason, InternalError, StartError
 from triptych.http_server import StoppingServer, bind
-from triptych.worker.app import WorkerApp
+from triptych.worker.app import WorkerApp, run_worker
 from triptych.worker.protocol import (
     ABORT_PATH,
     EC_PATH,
@@ -42,6 +42,7 @@ from triptych.worker.protocol import (
     EncodeRequest,
     GenerateRequest,
     ReleaseRequest,
+    StartReport,
     WorkerInfo,
 )
 from triptych.worker.registration import Registration
@@ -443,3 +444,19 @@ async def test_watchers_are_counted_while_they_watch(monkeypatch: pytest.MonkeyP
             while num_watchers(front):
                 async with front.session.get("/health"):
                     pass
+
+
+async def test_a_process_whose_engine_breaks_ends_with_a_sentence_so_that_it_is_started_again(monkeypatch: pytest.MonkeyPatch):
+    made: list[Worker] = []
+
+    def make(*arguments: Any) -> Worker:
+        made.append(Worker(*arguments))
+        return made[0]
+
+    def break_engine(report: StartReport) -> None:
+        if report.url:
+            made[0]._thread.submit(lambda _: 1 / 0)  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+
+    monkeypatch.setattr("triptych.worker.app.Worker", make)
+    with pytest.raises(InternalError, match="the engine broke: ZeroDivisionError"):
+        await asyncio.to_thread(run_worker, config_of("EPD"), host="127.0.0.1", port=0, router_url=None, report=break_engine)
