@@ -93,6 +93,9 @@ class WorkerPool:
         self._on_lost = on_lost
         self._workers: dict[str, PooledWorker] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self.dtype = (
+            ""  # what the workers compute in, all alike; kept when the last has left, for a request that waits for the next
+        )
 
     @property
     def workers(self) -> tuple[PooledWorker, ...]:
@@ -101,11 +104,6 @@ class WorkerPool:
 
     def ready(self, stage: Stage) -> list[PooledWorker]:
         return [worker for worker in self.workers if worker.can(stage)]
-
-    @property
-    def dtype(self) -> str:
-        """What all workers here compute in, as their fingerprints are equal; empty while there is none."""
-        return next((worker.info.fingerprint.dtype for worker in self.workers), "")
 
     @property
     def takes_media(self) -> bool:
@@ -142,6 +140,7 @@ class WorkerPool:
                 logger.error("refused: %s", message)
                 raise ConfigError(message)
         self._workers[worker.id] = worker
+        self.dtype = worker.info.fingerprint.dtype
         self._watches[worker.id] = asyncio.create_task(self._watch(worker), name=f"watch {worker.id}")
         logger.info("worker %s joined with role %s", worker.id, worker.role)
         return worker
