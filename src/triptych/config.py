@@ -239,6 +239,8 @@ class Fingerprint:
     num_kv_heads: int
     head_dim: int
     row_width: int
+    data_plane: str = "shm"
+    ec_connector: str = "data-plane"
     protocol_version: int = PROTOCOL_VERSION
 
     def difference(self, other: Self) -> str | None:
@@ -342,6 +344,8 @@ class EngineConfig:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             row_width=model.row_width,
+            data_plane=self.connector.data_plane,
+            ec_connector=self.connector.ec_connector,
         )
 
 

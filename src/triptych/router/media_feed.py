@@ -305,10 +305,19 @@ class MediaFeed:
         except WorkerLostError:
             return  # whoever reads the request's stream there learns of it
         except TriptychError as error:
-            # The worker's own wait for the item has a deadline, which ends the request.
             logger.error("worker %s refused the delivery of item %s: %s", call.worker.id, delivery.key[:12], error)
+            if delivery.ticket is not None:
+                self._give_up(self._items[delivery.key], call, error)
         if timings is not None:
             self._request.stopwatch.add_encode(EncodeTimes(timings, is_local, transfer_s=time.perf_counter() - answered_at))
+
+
+    def _give_up(self, item: FedItem, call: PrefillCall, error: TriptychError) -> None:
+        """The worker would refuse the next ticket as well: it need not wait for it."""
+        message = f"worker {call.worker.id} refused the ticket of item {item.key[:12]}: {error}"
+        item.error = UnavailableError(message, type="ec_unavailable", stage="prefill", reason=FailureReason.MISMATCH)
+        item.let_go()
+        self._tell(call, _failure(call, item))
 
 
 def _make_items(request: RunningRequest) -> dict[str, FedItem]:

@@ -98,6 +98,8 @@ class WorkerPool:
         self._seen_stages: set[Stage] = set()
         self._last_limits = UNLIMITED
         self._next_join: asyncio.Future[None] | None = None
+        # What the workers compute in, all alike; kept when the last has left, for a request that waits for the next.
+        self.dtype = ""
 
     @property
     def workers(self) -> tuple[PooledWorker, ...]:
@@ -106,11 +108,6 @@ class WorkerPool:
 
     def ready(self, stage: Stage) -> list[PooledWorker]:
         return [worker for worker in self.workers if worker.can(stage)]
-
-    @property
-    def dtype(self) -> str:
-        """What all workers here compute in, as their fingerprints are equal; empty while there is none."""
-        return next((worker.info.fingerprint.dtype for worker in self.workers), "")
 
     @property
     def takes_media(self) -> bool:
@@ -159,6 +156,7 @@ class WorkerPool:
                 logger.error("refused: %s", message)
                 raise ConfigError(message)
         self._workers[worker.id] = worker
+        self.dtype = worker.info.fingerprint.dtype
         self._watches[worker.id] = asyncio.create_task(self._watch(worker), name=f"watch {worker.id}")
         self._seen_stages |= worker.role.stages
         self.next_join().set_result(None)

@@ -129,10 +129,10 @@ def test_a_router_that_promises_other_than_the_workers_own_files_is_refused(
 def test_pixels_that_break_the_headers_promise_are_refused(tower: LoadedModel, png: Png, monkeypatch: pytest.MonkeyPatch) -> None:
     process = tower.adapter.process
 
-    def process_resized(image: Image.Image, grid: tuple[int, ...]) -> object:
+    def stretched(image: Image.Image, grid: tuple[int, ...]) -> Any:
         return process(image.resize((112, 56)), grid)
 
-    monkeypatch.setattr(tower.adapter, "process", process_resized)
+    monkeypatch.setattr(tower.adapter, "process", stretched)
     with pytest.raises(MediaError, match=r"pixels give the grid \(1, 4, 8\) where its header promised \(1, 4, 4\)"):
         tower.adapter.preprocess(png(56, 56), "image", (1, 4, 4), 4, LIMITS)
 

@@ -52,6 +52,22 @@ def test_a_worker_with_another_fingerprint_is_refused_and_the_log_names_the_fiel
     run_virtual(run())
 
 
+def test_the_dtype_is_that_of_the_last_who_joined_also_when_nobody_is_left() -> None:
+    """A request that is rendered meanwhile names its items as the next worker will make them."""
+
+    async def run() -> None:
+        pool = WorkerPool()
+        assert pool.dtype == ""
+        for number, dtype in enumerate(("float32", "bfloat16")):
+            worker = pool.join(make_worker(str(number), "PD", fingerprint=replace(FINGERPRINT, dtype=dtype)))
+            assert pool.dtype == dtype
+            pool.lose(worker, "gone")
+            assert pool.dtype == dtype
+        await pool.close()
+
+    run_virtual(run())
+
+
 def test_the_end_of_the_watch_is_the_end_of_the_worker() -> None:
     async def run() -> None:
         lost: list[str] = []
