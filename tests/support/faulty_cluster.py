@@ -106,8 +106,6 @@ class ObservedWorker(FakeWorkerClient):
 
     def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput:
         try:
-            self.num_steps += 1
-            assert self.num_steps < MAX_STEPS, f"{self.info.worker_id} spins"
             for each in scheduler_output.encodes:
                 self.cluster.log.say(f"{self.info.worker_id} encodes {each.key[:8]}")
                 self.cluster.check_encode(self, each.key)
@@ -118,6 +116,8 @@ class ObservedWorker(FakeWorkerClient):
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
         self.core.scheduler.check_invariants()
+        self.num_steps += 1
+        assert self.num_steps < MAX_STEPS, f"{self.info.worker_id} spins"
         for event in events:
             self.cluster.log.see(self.info.worker_id, event)
         super()._dispatch(events)
@@ -290,11 +290,11 @@ class FaultyCluster:
         return self.rng.random() * self.weather.late_s if self.rng.random() < self.weather.late else 0.0
 
     def check_encode(self, worker: ObservedWorker, key: str) -> None:
-        """Nobody's fault, and somebody has it: then it need not be encoded again. Where answers are under way for seconds the router may
-        not know yet; and a request that moves to another prefill worker may have left the encode that it waited for."""
+        """Nobody's fault, and somebody has it: then it need not be encoded again, unless it was here and is evicted. Where answers are under
+        way for seconds the router may not know yet; a request that moves to another prefill worker may have left its encode."""
         has_moved = any(fault.startswith(("refused", "failed")) for _, _, fault in self.log.faults)
         has_lost = any(Stage.PREFILL in self.workers[id].config.role for id in self.touched)
-        if self.is_slow or has_moved or has_lost or self.log.hits({key}):
+        if key in worker.runner.encoded_keys or self.is_slow or has_moved or has_lost or self.log.hits({key}):
             return
         holders = [
             pooled.id
@@ -311,7 +311,7 @@ class FaultyCluster:
         if not victims:
             return
         worker = rng.choice(victims)
-        match rng.randrange(7):
+        match rng.randrange(8):
             case 0:
                 self._touch(worker, "dies")
                 worker.die()
@@ -327,6 +327,10 @@ class FaultyCluster:
             case 5:
                 self._touch(worker, "will die after tokens")
                 worker.faults.die_after_tokens = worker.record.num_tokens + rng.randrange(4)
+            case 6:
+                self._touch(worker, "is sick: fails whatever it is asked")
+                worker.faults.encodes.extend([FailureReason.INTERNAL] * 99)
+                worker.faults.generates.extend([Failed("", "sick", "kv_unavailable", 503, FailureReason.INTERNAL)] * 99)
             case _:
                 self._touch(worker, "will die with its next item or token")
                 worker.faults.die_while_encoding = worker.faults.die_while_prefilling = True

@@ -311,7 +311,6 @@ class MediaFeed:
         if timings is not None:
             self._request.stopwatch.add_encode(EncodeTimes(timings, is_local, transfer_s=time.perf_counter() - answered_at))
 
-
     def _give_up(self, item: FedItem, call: PrefillCall, error: TriptychError) -> None:
         """The worker would refuse the next ticket as well: it need not wait for it."""
         message = f"worker {call.worker.id} refused the ticket of item {item.key[:12]}: {error}"

@@ -7,8 +7,11 @@ Each history comes from one seed. To replay one that failed, with what happened 
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -153,11 +156,8 @@ class History:
         await asyncio.sleep(asked.at_s)
         tokens: list[int] = []
         try:
-            async with (
-                asyncio.timeout(asked.leaves_after_s),
-                cluster.pipeline.admitted(),
-                cluster.pipeline.run(asked.job, Stopwatch(loop.time)) as running,
-            ):
+            request = cluster.pipeline.run(asked.job, Stopwatch(loop.time))
+            async with asyncio.timeout(asked.leaves_after_s), cluster.pipeline.admitted(), request as running:
                 async for batch in running.tokens():
                     tokens += [token.token_id for token in batch]
             assert running._inbox.empty(), "something follows the end"  # pyright: ignore[reportPrivateUsage]
@@ -251,6 +251,39 @@ def test_in_calm_weather_every_request_is_answered_and_every_item_encoded_once(l
         history = History(seed, is_calm=True, layout=layout)
         history.run()
         assert {asked.outcome for asked in history.asked} == {"answered"}
+
+
+class WithoutEncodeWorkers(History):
+    """They all stand still for most of it, while small caches fill with requests that wait for them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, is_calm=True, layout="E2P2D2")
+        self.config = replace(self.config, cache=replace(self.config.cache, num_kv_blocks=24, encoder_cache_rows=16))
+
+    async def _torment(self, cluster: FaultyCluster) -> None:
+        for worker in cluster.live:
+            if worker.config.is_encoder_only:
+                cluster.stop(worker, SILENCE_S - 1)
+
+
+def test_text_is_served_at_once_while_pictures_wait() -> None:
+    for seed in range(30):
+        history = WithoutEncodeWorkers(seed)
+        history.run()
+        assert {asked.outcome for asked in history.asked} == {"answered"}
+        times_s = [asked.ended_s - asked.at_s for asked in history.asked if not asked.job.items]
+        assert max(times_s, default=0.0) < 3.0, f"seed {seed}: {times_s}"
+
+
+def test_a_seed_gives_the_same_history_again() -> None:
+    """Within a process, and in another one where sets have another order."""
+    traces = {seed: History(seed).run() for seed in range(30, 40)}
+    assert {seed: History(seed).run() for seed in traces} == traces
+    code = f"from test_cluster_histories import History; print({{seed: History(seed).run() for seed in {list(traces)}}})"
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": paths}
+    other = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert other.stdout.strip() == str(traces)
 
 
 @pytest.mark.skipif("TRIPTYCH_SEED" not in os.environ, reason="replays a history on demand")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from triptych.engine.events import EncodeFailed
-from triptych.errors import FailureReason, InternalError, MediaError, OverloadedError, UnavailableError
+from triptych.errors import FailureReason, InternalError, MediaError, OverloadedError, RequestError, UnavailableError
 from triptych.router.fake_worker_client import FakeCosts
 from triptych.router.running_request import GenerateJob
 from triptych.router.timing import Stopwatch
 from triptych.router.virtual_time import run_virtual
+from triptych.worker.protocol import ECDelivery
 
 Make = Callable[..., Any]
 Expected = Callable[[GenerateJob], list[int]]
@@ -242,5 +243,30 @@ def test_a_bug_in_the_feed_ends_the_request_and_does_not_leave_it_waiting(make_c
             await cluster.generate(make_job(pictures=[4]))
         assert asyncio.get_running_loop().time() < 1
         cluster.assert_idle()
+
+    run_virtual(run())
+
+
+def test_a_ticket_that_the_prefill_worker_refuses_ends_the_request_at_once(
+    make_cluster: Make, make_job: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers with different secrets, say: the next ticket would be refused as well."""
+
+    async def run() -> None:
+        cluster = make_cluster("E1P1D1", costs=FakeCosts(encode_s=1.0))
+        deliver = cluster["P0"].deliver
+
+        async def refuse(delivery: ECDelivery) -> None:
+            if delivery.ticket is not None:
+                raise RequestError("the EC ticket has not the seal of this cluster.")
+            await deliver(delivery)
+
+        monkeypatch.setattr(cluster["P0"], "deliver", refuse)
+        with pytest.raises(UnavailableError, match="refused the ticket") as caught:
+            await cluster.generate(make_job(pictures=[4]))
+        assert (caught.value.type, caught.value.stage, caught.value.reason) == ("ec_unavailable", "prefill", "mismatch")
+        assert asyncio.get_running_loop().time() < 2.0
+        await asyncio.sleep(1.0)
+        assert cluster["E0"].core.scheduler.num_leases == 0
 
     run_virtual(run())
