@@ -26,6 +26,7 @@ from fault_plan import STAGES
 from server_state import processes_of, read_metrics, worker_urls
 from tcp_forwarder import TcpForwarder
 
+from triptych.config import CLUSTER_SECRET_VARIABLE
 from triptych.launch.background import BackgroundServer
 from triptych.launch.options import free_port
 from triptych.launch.parent_death import die_with_parent
@@ -87,6 +88,7 @@ async def running_chaos_cluster(folder: Path, *flags: str, environment: dict[str
     logs = {name: folder / f"{name}.log" for name in ("serve", "route")}
     async with AsyncExitStack() as stack:
         serve_log, route_log = (stack.enter_context(log.open("w")) for log in logs.values())
+        environment = {**environment, CLUSTER_SECRET_VARIABLE: "both-routers-share-it"}
         server = stack.enter_context(
             BackgroundServer("demo", "--layout", LAYOUT, "--port", "0", *flags, stderr=serve_log, environment=environment)
         )

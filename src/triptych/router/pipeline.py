@@ -38,7 +38,7 @@ from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransf
 
 logger = logging.getLogger(__name__)
 
-MAX_REPLAYS = 3
+MAX_REPLAYS = 3  # in a row, without a token from a decode worker between
 SHORTEST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 1.0, 30.0
 
 
@@ -164,7 +164,8 @@ class Pipeline:
     async def _lead(self, request: RunningRequest, feed: MediaFeed) -> str:
         """Prefill and decode until it has finished; again from the prompt and the tokens so far when a worker fails. The finish reason."""
         avoid: set[str] = set()
-        for replays_left in reversed(range(MAX_REPLAYS + 1)):
+        replays_left, num_tokens = MAX_REPLAYS, request.num_generated_tokens
+        while True:
             try:
                 with ExitStack() as kv:  # its callbacks give back the KV that is kept for the decode worker
                     outcome = await self._prefill(request, feed, avoid, kv)
@@ -173,12 +174,14 @@ class Pipeline:
                 if request.num_generated_tokens >= request.job.sampling.max_tokens:
                     return "length"  # all that was lost is the news that it had finished
                 avoid.add(replay.worker.id)
+                if request.num_generated_tokens > num_tokens + 1:  # prefill gives one, however often decode fails
+                    replays_left = MAX_REPLAYS
                 if not replays_left:
                     raise replay.error from None
+                replays_left, num_tokens = replays_left - 1, request.num_generated_tokens
                 request.stopwatch.num_replays += 1
                 self._metrics.replays.labels(replay.reason).inc()
                 logger.warning("request %s is prefilled again: %s", request.job.request_id, replay)
-        raise AssertionError("the last replay raises or returns")
 
     async def _prefill(
         self, request: RunningRequest, feed: MediaFeed, avoid: set[str], kv: ExitStack

@@ -103,14 +103,15 @@ def make_cluster() -> Callable[..., Cluster]:
 
 
 def _make_job(
-    prompt: Sequence[int] = (11, 12, 13), *, pictures: Sequence[int] = (), num_rows: int = 4, name: str = "r", **sampling: Any
-) -> GenerateJob:
+    prompt: Sequence[int] = (11, 12, 13), *, pictures: Sequence[int] = (), num_rows: int = 4, name: str = "r",
+    max_tokens: int = 6, **sampling: Any,
+) -> GenerateJob:  # fmt: skip
     token_ids, items = list(prompt), list[MediaItem]()
     for number in pictures:
         items.append(MediaItem(key_of(number), "image", ((len(token_ids), num_rows),), num_rows, (1, 4, 4)))
         token_ids += [5] * num_rows + [20 + number]
     media = {key_of(number): b"picture %d" % number for number in pictures}
-    return GenerateJob(name, tuple(token_ids), SamplingParams(max_tokens=6, **sampling), tuple(items), media)
+    return GenerateJob(name, tuple(token_ids), SamplingParams(max_tokens=max_tokens, **sampling), tuple(items), media)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from triptych.config import Stage
 from triptych.engine.events import Failed
 from triptych.errors import (
     DeadlineError,
@@ -421,6 +422,32 @@ def test_a_lost_decode_worker_costs_no_token_and_doubles_none(
         assert again.num_prompt_tokens == len(job.token_ids)
         assert again.sampling_params.seed == 99
         assert sorted(cluster["P0"].record.released) == ["r-1", "r-3"]
+
+    run_virtual(run())
+
+
+def test_losses_between_which_a_request_gets_on_never_end_it(make_cluster: Make, make_job: Make, expected: Expected) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1P1D6", costs=FakeCosts(decode_s=0.1))
+        for number in range(5):
+            cluster[f"D{number}"].faults.die_after_tokens = 1
+        job = make_job(pictures=[4], max_tokens=20)
+        assert await cluster.generate(job) == expected(job)
+        assert cluster.count("triptych_replays_total", reason="worker_lost") == 5
+
+    run_virtual(run())
+
+
+def test_a_request_that_ends_each_decode_worker_does_not_end_them_all(make_cluster: Make, make_job: Make) -> None:
+    """Each replay gives it a token, of prefill: that is not getting on."""
+
+    async def run() -> None:
+        cluster = make_cluster("E1P1D6", costs=FakeCosts(decode_s=0.1))
+        for number in range(6):
+            cluster[f"D{number}"].faults.die_after_tokens = 0
+        with pytest.raises(UnavailableError, match=r"decode worker D\d is lost"):
+            await cluster.generate(make_job(pictures=[4], max_tokens=20))
+        assert len(cluster.pool.ready(Stage.DECODE)) == 2
 
     run_virtual(run())
 

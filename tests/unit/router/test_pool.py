@@ -59,7 +59,7 @@ def test_the_dtype_is_that_of_the_last_who_joined_also_when_nobody_is_left() -> 
         pool = WorkerPool()
         assert pool.dtype == ""
         for number, dtype in enumerate(("float32", "bfloat16")):
-            worker = pool.join(make_worker(str(number), "PD", fingerprint=replace(FINGERPRINT, dtype=dtype)))
+            worker = pool.join(make_worker(str(number), "PD", fingerprint=replace(CONFIG.fingerprint, dtype=dtype)))
             assert pool.dtype == dtype
             pool.lose(worker, "gone")
             assert pool.dtype == dtype
