@@ -1,10 +1,7 @@
 """Memory is flat: many requests with more pictures than fit, through small caches, and no process grows.
 
-What is measured is what our code holds on to. By default glibc's heap grows for some time by fragmentation alone, as the tower's tensors
-are of many sizes: the encode worker's RSS by 2.3 % from request 2,000 to 19,000, less and less. Driven alone for 20,000 encodes it grows
-alike, while `mallinfo2` counts about 142 MB in use and Python's collector 388,000 objects all the time; `malloc_trim(0)` then brings RSS
-below where it was at 2,000, and MALLOC_ARENA_MAX=1 changes nothing. With a fixed MALLOC_MMAP_THRESHOLD_ large blocks go back to the
-kernel once they are free, and RSS goes up and down by 1 %. Workers do not set it for themselves: it costs them a third more CPU time.
+An encode worker's heap would grow by fragmentation alone (2.3 % from request 2,000 to 19,000, with nothing more in use by `mallinfo2`), if
+it did not give its holes back now and then (media/processor.py).
 """
 
 import asyncio
@@ -27,7 +24,6 @@ MAX_GROWTH = 0.02  # from the end of the first tenth on
 SIZES = (56, 84, 112)  # pixels: 4 to 16 rows
 CACHES = ("--encoder-cache-rows", "256", "--num-kv-blocks", "64")
 QUESTIONS = ("what colour is it?", "describe the picture.", "how many shapes are there?")
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 
 
 def memory_case(number: int) -> ChatCase:
@@ -77,7 +73,7 @@ class Soak:
 async def test_20000_requests_with_500_pictures_through_small_caches_leave_memory_flat(tmp_path: Path) -> None:
     log = tmp_path / "serve.log"
     flags = ("--layout", "E1P1D1", "--port", "0", "--num-threads", "1", *CACHES)
-    with log.open("w") as stderr, BackgroundServer("demo", *flags, stderr=stderr, environment=ENVIRONMENT) as server:
+    with log.open("w") as stderr, BackgroundServer("demo", *flags, stderr=stderr) as server:
         soak = Soak(server.wait_until_ready(), [memory_case(number) for number in range(NUM_PICTURES)], server)
         urls = worker_urls(log)
         at_start = {name: await held_at(url) for name, url in urls.items()}
