@@ -69,30 +69,31 @@ class EngineCore:
         from a transfer, or the next deadline."""
         num_waits = self.scheduler.num_item_waits
         output = self.scheduler.schedule()
-        result = self._execute(output)
+        result, has_failed = self._execute(output)
         events = [*self._refusals, *self.scheduler.update(output, result)]
         self._refusals = []
         self.counters.count(output, result, events)
         has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)
         has_new_wait = self.scheduler.num_item_waits > num_waits  # without an event: the ticket is here, the next step loads it
-        return events, bool(has_moved or has_new_wait)
+        # What the connectors found out in a step that failed is reported by the next.
+        return events, bool(has_moved or has_new_wait or has_failed)
 
     def seconds_to_deadline(self) -> float | None:
         deadline = self.scheduler.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock())
 
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _execute(self, output: SchedulerOutput) -> tuple[ModelRunnerOutput, bool]:
+        """What the step gave, and whether it failed as a whole."""
         try:
-            return self._runner.execute_model(output)
+            return self._runner.execute_model(output), False
         except Exception as error:  # the step's edge: whatever the device says ends this step's requests, not the engine
             logger.exception(
                 "a step failed; its %d requests and %d encodes end", len(output.num_scheduled_tokens), len(output.encodes)
             )
             message = f"the step failed: {error}"
-            return ModelRunnerOutput(
-                failed_requests=dict.fromkeys(output.num_scheduled_tokens, message),
-                failed_encodes={each.key: message for each in output.encodes},
-            )
+            failed_requests = dict.fromkeys(output.num_scheduled_tokens, message)
+            failed_encodes = {each.key: message for each in output.encodes}
+            return ModelRunnerOutput(failed_requests=failed_requests, failed_encodes=failed_encodes), True
 
     def _check_room(self, num_waiting: int, what: str) -> None:
         if num_waiting >= self._config.scheduler.max_num_waiting:

@@ -34,6 +34,16 @@ def test_an_engine_without_work_says_that_nothing_moved_and_has_no_deadline():
     assert engine.core.seconds_to_deadline() is None
 
 
+def test_after_a_step_that_failed_another_is_due_since_it_reports_what_the_connectors_found_out():
+    engine = make_engine("PD", fabric=Fabric())
+    runner = BreakingRunner(engine.runner)
+    core = EngineCore(engine.core._config, runner, engine.clock)  # pyright: ignore[reportPrivateUsage]
+    runner.is_broken = True
+    assert core.step() == ([], True)
+    runner.is_broken = False
+    assert core.step() == ([], False)
+
+
 def test_a_refused_request_has_one_event_and_leaves_nothing():
     engine = make_engine(is_alone=True)
     engine.core.add_request(RequestSpec("r", (1, 2), 5, SamplingParams(max_tokens=4)))
