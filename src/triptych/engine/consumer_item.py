@@ -145,17 +145,16 @@ class ConsumerItems:
         return item.rank if item is not None else LAST
 
     def want(self, media: MediaItem, request_id: str, rank: Rank, now: float) -> bool:
-        """Wait for an item that is not here; who waits already goes on under the old deadline.
+        """Wait for an item that is not here; who waits already goes on under the old deadline, at the place in line of its next use.
 
         True if the request must ask for it: this is its first want, and no ticket is here.
         """
         item = self._items.get(media.key)
         if item is None or (item.is_unwanted and item.keep_until <= now):
             item = self._items[media.key] = ConsumerItem(media.key)
-        is_new = request_id not in item.waiters
-        if is_new:
-            item.waiters[request_id] = Waiter(rank, media.num_rows, now + self._timeout_s)
-        return is_new and item.ticket is None
+        waiter = item.waiters.get(request_id)
+        item.waiters[request_id] = Waiter(rank, media.num_rows, now + self._timeout_s if waiter is None else waiter.deadline)
+        return waiter is None and item.ticket is None
 
     def leave(self, request_id: str) -> None:
         for item in list(self._items.values()):

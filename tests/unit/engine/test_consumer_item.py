@@ -87,6 +87,14 @@ def test_to_want_again_neither_asks_again_nor_prolongs_the_wait():
     assert table.expire(10.0) == [("r", CAT.key)]
 
 
+def test_to_want_again_moves_the_wait_to_the_place_of_the_next_use():
+    """A request that was preempted needs the first of two uses of a picture again: its own other pictures must make room for that one."""
+    table = ConsumerItems(TIMEOUT_S)
+    table.want(CAT, "r", (0, 0, 13), now=0.0)
+    table.want(CAT, "r", (0, 0, 1), now=1.0)
+    assert table.rank_of(CAT.key) == (0, 0, 1)
+
+
 def test_an_item_leaves_with_its_last_waiter():
     table = ConsumerItems(TIMEOUT_S)
     table.want(CAT, "a", (0, 0), now=0.0)
