@@ -236,21 +236,27 @@ class Scheduler:
         return True
 
     def _yield_to_waiting(self, plan: StepPlan, now: float) -> None:
-        """If all that runs waits for items, the first waiting request that needs none takes the place of the last in line.
+        """If all that runs waits for items, a waiting request that can go on takes the place of the last in line: one that is before it, or
+        that needs no item.
 
-        Otherwise this worker and the producer could wait for each other: running requests for items that are not made while the producer's
-        cache is full of tickets, which are not read while this cache is full of items of waiting requests, which get no blocks.
+        Otherwise all that runs could wait for room in the cache that items of a request before it take, which gets no place to run. Or this
+        worker and the producer could wait for each other: running requests for items that are not made while the producer's cache is full
+        of tickets, which are not read while this cache is full of items of waiting requests, which get no blocks.
         """
         if plan.windows:
             return
         for request in list(self._waiting):
-            if request.kv_ticket is not None or not all(self._items.has(item, plan.items) for item in request.pending_items()):
+            if request.kv_ticket is not None or not self._may_displace(request, plan):
                 continue
             num_tokens = self._window(request, plan, now)
-            while self._running and num_tokens:
+            while num_tokens and self._may_displace(request, plan):
                 self._preempt(self._last_in_line, plan)
                 if self._start(request, num_tokens, plan, now):
                     return
+
+    def _may_displace(self, request: Request, plan: StepPlan) -> bool:
+        needs_no_item = all(self._items.has(item, plan.items) for item in request.pending_items())
+        return bool(self._running) and (needs_no_item or request.rank < self._last_in_line.rank)
 
     def _window(self, request: Request, plan: StepPlan, now: float) -> int:
         """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""

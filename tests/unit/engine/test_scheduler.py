@@ -7,7 +7,7 @@ from triptych.engine.events import ECLoaded, ECNeeded, Encoded, EncodeFailed, Fa
 from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
-from triptych.output import KVTicket, ModelRunnerOutput, SchedulerOutput
+from triptych.output import ECTicket, KVTicket, ModelRunnerOutput, SchedulerOutput
 from triptych.sampling_params import SamplingParams
 
 
@@ -456,3 +456,29 @@ def test_caches_that_are_tight_on_both_sides_delay_requests_but_stop_none():
         name: wanted(text(20, index), (item,), 2) for index, (name, item) in enumerate(items.items())
     }
     assert_nothing_is_held(p)
+
+
+def test_a_request_whose_item_takes_the_room_that_all_running_ones_wait_for_runs_in_the_place_of_the_last():
+    fabric = Fabric()
+    e = make_engine("E", fabric=fabric)
+    p = make_engine("PD", fabric=fabric, encoder_rows=8, max_num_seqs=2)
+    big, missing, small = item_of("big", 0, 8), item_of("missing", 10, 4), item_of("small", 4, 4)
+    tickets: dict[str, ECTicket] = {}
+    for item in (big, small):
+        e.encode("e", item)
+        e.run()
+        ticket = e.encoded["e"].ticket
+        assert ticket is not None
+        tickets[item.key] = ticket
+    p.add("first", text(16), (big, missing))
+    for name in ("second", "third"):  # both run up to the picture
+        p.add(name, text(12), (small,), n=1)
+    p.run()
+    p.core.announce(tickets[big.key])
+    p.run()
+    p.core.announce(tickets[small.key])
+    p.run()
+    assert {name: p.tokens.get(name) for name in ("second", "third")} == dict.fromkeys(
+        ("second", "third"), wanted(text(12), (small,), 1)
+    )
+    assert "first" not in p.ends, "nobody has brought its second picture yet"
