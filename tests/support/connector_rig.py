@@ -290,6 +290,7 @@ class RigWorker:
         self.num_encodes: Counter[str] = Counter()
         self._num_failed_encodes: Counter[str] = Counter()
         self._aborted: set[str] = set()
+        self._released: set[str] = set()
         self._told: set[tuple[str, str]] = set()  # (request id, key) of each first want
         self._generations = self.runner.cache.arena.generations.copy()
 
@@ -335,6 +336,7 @@ class RigWorker:
         self._called()
 
     def release(self, id: str) -> None:
+        self._released.add(id)
         self.leases.pop(id, None)
         self.core.scheduler.release(id)
         self._called()
@@ -399,6 +401,7 @@ class RigWorker:
                     self.leases[event.id] = event.ticket, self._clock.now + LEASE_S
             case EncodeFailed():
                 self.calls.pop(event.id, None)
+                self.leases.pop(event.id, None)  # the call was repeated, and gave up what it had
                 assert self._may_fail_encode(event), f"{self.id} could not encode {event.key[:6]}: {event.message}"
             case _:
                 pass
@@ -420,7 +423,7 @@ class RigWorker:
 
     def _may_fail_load(self, ticket: ECTicket, reason: FailureReason) -> bool:
         if not self._is_genuine(ticket):
-            return reason in (FailureReason.MISMATCH, FailureReason.STALE, FailureReason.CORRUPT, FailureReason.PEER_LOST)
+            return reason != FailureReason.INTERNAL
         match reason:
             case FailureReason.STALE:
                 producer = self._network.workers[ticket.data.producer]
@@ -439,7 +442,13 @@ class RigWorker:
         return producer is not None and ticket in producer.issued
 
     def _may_fail_encode(self, event: EncodeFailed) -> bool:
-        return self.runner.has_failed(event.key) or (event.reason, self.id, event.key) in self.causes
+        match event.reason:
+            case FailureReason.MISSING:
+                return event.id in self._released
+            case FailureReason.TIMEOUT:
+                return ("slept",) in self.causes
+            case _:
+                return self.runner.has_failed(event.key) or (event.reason, self.id, event.key) in self.causes
 
     def _check_need(self, event: ECNeeded) -> None:
         if event.reason == FailureReason.MISSING:
