@@ -216,8 +216,22 @@ class LossyNetwork(SlowNetwork):
         issued = [ticket for each in self.cluster.network.workers.values() for ticket in each.issued]
         if issued:
             chosen, original = pick(self.cluster.consumers, worker), pick(issued, ticket)
-            self.cluster.causes.add(("forged", chosen.id, original.key))
-            chosen.announce(pick(FORGERIES if self.cluster.verify_checksums else FORGERIES[:-1], forgery)(original))
+            forged = pick(FORGERIES if self.cluster.verify_checksums else FORGERIES[:-1], forgery)(original)
+            self.cluster.causes.update(("forged", chosen.id, key) for key in (original.key, forged.key))
+            chosen.announce(forged)
+
+    @precondition(lambda self: self.cluster.verify_checksums)
+    @fact(worker=index, ticket=st.integers(0, 31))
+    def misdirect(self, worker: int, ticket: int) -> None:
+        """A ticket for the pages behind those of the picture, as they are now."""
+        issued = [(each, ticket) for each in self.cluster.workers for ticket in each.issued]
+        if issued:
+            chosen, (producer, original) = pick(self.cluster.consumers, worker), pick(issued, ticket)
+            arena = producer.runner.cache.arena
+            pages = tuple((page + 1) % arena.num_pages for page in original.data.pages)
+            data = msgspec.structs.replace(original.data, pages=pages, generations=arena.generations_of(pages))
+            self.cluster.causes.update((("forged", chosen.id, original.key), ("misdirected", chosen.id, original.key)))
+            chosen.announce(msgspec.structs.replace(original, data=data))
 
 
 class Mortals(SlowNetwork):
@@ -253,10 +267,13 @@ def changed_data(**fields: Callable[[Ticket], object]) -> Callable[[ECTicket], E
 
 
 FORGERIES: list[Callable[[ECTicket], ECTicket]] = [
+    changed(key=lambda ticket: next(key for key in PICTURES if key != ticket.key and PICTURES[key] in (3, ticket.num_rows))),
+    changed(model=lambda _: "another"),
     changed(dtype=lambda _: "float16"),
     changed(num_rows=lambda ticket: ticket.num_rows + 1),
     changed(num_rows=lambda ticket: ticket.num_rows - 1),
     changed(row_width=lambda ticket: ticket.row_width * 2),
+    changed_data(subject=lambda _: "another"),
     changed_data(arena=lambda _: "kv"),
     changed_data(producer=lambda _: "E99"),
     changed_data(planes=lambda _: {}),
