@@ -29,9 +29,7 @@ from triptych.output import ECTicket
 class ItemState(Enum):
     REQUESTED = auto()  # somebody waits; there is no ticket
     ARRIVED = auto()  # there is a ticket; there may be nobody who waits yet
-    LOADING = (
-        auto()
-    )  # there is a ticket, and the encoder cache has pages FILLING, which are not given up before the load has ended
+    LOADING = auto()  # there is a ticket, and pages FILLING, which are not given up before the load has ended
     FAILED = auto()  # there is a reason; settled before the step's update ends
 
 

@@ -57,9 +57,8 @@ class KVTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_de
 
 class ECTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     items: Annotated[tuple[MediaItem, ...], Meta(max_length=4096)] = ()
-    tickets: Annotated[
-        tuple[ECTicket, ...], Meta(max_length=4096)
-    ] = ()  # those known already; others follow by POST /inference/v1/ec
+    # Those known already; others follow by POST /inference/v1/ec.
+    tickets: Annotated[tuple[ECTicket, ...], Meta(max_length=4096)] = ()
 
 
 class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
