@@ -63,6 +63,12 @@ def check_tower(config: EngineConfig) -> None:
         raise RequestError(f"this worker's role is {config.role}: it has no vision tower and cannot encode.")
 
 
+def check_takes_items(config: EngineConfig) -> None:
+    """Raise `RequestError` that names the role, if this worker loads no items."""
+    if not config.is_ec_consumer:
+        raise RequestError(f"this worker's role is {config.role}: it takes no embeddings from others.")
+
+
 def check_role(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` that names the role, if this worker has not got the stages that the request asks of it."""
     if not config.needs_kv_cache:
