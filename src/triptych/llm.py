@@ -20,6 +20,7 @@ from triptych.models.inspect import resolve_model
 from triptych.models.layout.registry import get_layout_adapter
 from triptych.output import TokenLogprob
 from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
+from triptych.router.options import RouterOptions
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
 from triptych.router.serving import Serving, open_serving
 from triptych.worker.worker import Worker
@@ -75,17 +76,15 @@ class LLM:
 
     async def _open(self, config: EngineConfig, worker: Worker, request_timeout_s: float) -> Serving:
         self._resources.push_async_callback(worker.close)
-        layout = ClusterLayout(((config.role, 1),))
-        max_in_flight = 2 * config.scheduler.max_num_seqs
-        opening = open_serving(
-            config.model,
-            layout,
-            config.media,
-            max_in_flight=max_in_flight,
+        options = RouterOptions(
+            model=config.model,
+            layout=ClusterLayout(((config.role, 1),)),
+            media=config.media,
+            max_in_flight=2 * config.scheduler.max_num_seqs,
             request_timeout_s=request_timeout_s,
             worker_wait_s=0.0,
         )
-        serving = await self._resources.enter_async_context(opening)
+        serving = await self._resources.enter_async_context(open_serving(options))
         serving.pool.join(worker)
         return serving
 

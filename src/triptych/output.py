@@ -55,9 +55,8 @@ def sealed(ticket: TicketT, cluster_secret: str) -> TicketT:
 
     Raises `msgspec.ValidationError` for a ticket that nobody could decode.
     """
-    ticket = msgspec.json.decode(
-        msgspec.json.encode(ticket), type=type(ticket)
-    )  # as it will arrive: a lease of 20 is one of 20.0
+    # As it will arrive: a lease of 20 is one of 20.0.
+    ticket = msgspec.json.decode(msgspec.json.encode(ticket), type=type(ticket))
     return msgspec.structs.replace(ticket, seal=seal_of(cluster_secret, *_sealed_fields(ticket)))
 
 
@@ -162,9 +161,8 @@ class KVConnectorMetadata:
 class SchedulerOutput:
     new_requests: tuple[NewRequestData, ...] = ()
     cached_requests: tuple[CachedRequestData, ...] = ()
-    num_scheduled_tokens: dict[str, int] = field(
-        default_factory=dict[str, int]
-    )  # request id -> tokens of this step, in batch order
+    # request id -> tokens of this step, in batch order
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
     encodes: tuple[EncodeInput, ...] = ()
     # where each item lies which a window of this step reads: key -> pages
     item_pages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -189,9 +187,8 @@ class ECConnectorOutput:
     published: dict[str, ECTicket] = field(default_factory=dict[str, ECTicket])
     finished_loads: set[str] = field(default_factory=set[str])  # keys resident now
     failed_loads: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])
-    failed_saves: dict[str, FailureReason] = field(
-        default_factory=dict[str, FailureReason]
-    )  # resident, but could not be published
+    # resident, but could not be published
+    failed_saves: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])
 
 
 @dataclass(slots=True)

@@ -41,6 +41,12 @@ def test_a_ticket_that_nobody_could_decode_is_not_given_out(field: dict[str, Any
         sealed(msgspec.structs.replace(EC, data=msgspec.structs.replace(DATA, **field)), "s")
 
 
+@pytest.mark.parametrize("key", ["", "a" * 63, "A" * 64, "../" + "a" * 61, "a" * 64 + "\n"])
+def test_a_ticket_whose_key_is_no_digest_is_not_given_out(key: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        sealed(msgspec.structs.replace(EC, key=key), "s")
+
+
 def test_the_order_in_which_planes_are_named_is_no_change() -> None:
     turned = msgspec.structs.replace(DATA, planes=dict(reversed(DATA.planes.items())))
     assert is_genuine(msgspec.structs.replace(sealed(EC, "s"), data=turned), "s")

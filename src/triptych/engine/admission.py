@@ -1,7 +1,6 @@
 """What a worker refuses before it becomes state: requests and encodes that could never be served here."""
 
 import math
-import re
 from itertools import pairwise
 
 from triptych.config import EngineConfig, Stage
@@ -12,9 +11,7 @@ from triptych.media.item import MediaItem
 from triptych.output import ECTicket, KVTicket, is_genuine
 from triptych.transfer.ticket import Ticket
 
-KEY = re.compile(r"[0-9a-f]{64}")
 MAX_NAMES_LENGTH = 8192  # of all that a ticket calls by name, in characters
-
 MAX_CELLS_PER_ROW = 64  # of a grid: a tower merges a few patches into a row
 
 
@@ -63,6 +60,12 @@ def check_tower(config: EngineConfig) -> None:
         raise RequestError(f"this worker's role is {config.role}: it has no vision tower and cannot encode.")
 
 
+def check_takes_items(config: EngineConfig) -> None:
+    """Raise `RequestError` that names the role, if this worker loads no items."""
+    if not config.is_ec_consumer:
+        raise RequestError(f"this worker's role is {config.role}: it takes no embeddings from others.")
+
+
 def check_role(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` that names the role, if this worker has not got the stages that the request asks of it."""
     if not config.needs_kv_cache:
@@ -79,8 +82,6 @@ def check_role(spec: RequestSpec, config: EngineConfig) -> None:
 
 def check_ec_ticket(ticket: ECTicket, config: EngineConfig) -> None:
     """Raise `RequestError` for a ticket that no member of the cluster has made, just as it is: it must not become an item's state."""
-    if not KEY.fullmatch(ticket.key):
-        raise RequestError("the key of an EC ticket is not 64 hex digits.")
     what = f"the EC ticket for item {ticket.key[:12]}"
     _check_rows(ticket.num_rows, config)
     _check_extent(what, ticket.data, (ticket.model, ticket.dtype), config.num_encoder_pages)

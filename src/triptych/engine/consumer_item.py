@@ -29,9 +29,7 @@ from triptych.output import ECTicket
 class ItemState(Enum):
     REQUESTED = auto()  # somebody waits; there is no ticket
     ARRIVED = auto()  # there is a ticket; there may be nobody who waits yet
-    LOADING = (
-        auto()
-    )  # there is a ticket, and the encoder cache has pages FILLING, which are not given up before the load has ended
+    LOADING = auto()  # there is a ticket, and pages FILLING, which are not given up before the load has ended
     FAILED = auto()  # there is a reason; settled before the step's update ends
 
 
@@ -42,25 +40,6 @@ LEGAL_ITEM_CHANGES = {
     ItemState.FAILED: {ItemState.REQUESTED, ItemState.ARRIVED},
 }
 
-
-class AfterFailure(Enum):
-    ASK_AGAIN = auto()  # produced again, it may do: those who wait ask for it, under their old deadlines
-    END_REQUEST = auto()  # it would be the same again
-
-
-AFTER_FAILURE = {
-    FailureReason.MISSING: AfterFailure.ASK_AGAIN,
-    FailureReason.EVICTED: AfterFailure.ASK_AGAIN,
-    FailureReason.STALE: AfterFailure.ASK_AGAIN,
-    FailureReason.PEER_LOST: AfterFailure.ASK_AGAIN,
-    FailureReason.TIMEOUT: AfterFailure.ASK_AGAIN,  # of a read; a wait that times out ends its request
-    FailureReason.CORRUPT: AfterFailure.ASK_AGAIN,
-    FailureReason.INTERNAL: AfterFailure.ASK_AGAIN,
-    FailureReason.OVERLOADED: AfterFailure.ASK_AGAIN,
-    FailureReason.MISMATCH: AfterFailure.END_REQUEST,
-    FailureReason.BAD_MEDIA: AfterFailure.END_REQUEST,
-}
-
 MAX_UNWANTED = 1024  # announcements kept for requests that have not come yet
 
 
@@ -69,19 +48,6 @@ class Waiter:
     rank: Rank
     num_rows: int  # what the request's placeholders expect
     deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class ItemFailure:
-    """What comes of a load that failed, for those who wait: nobody, if a later ticket is tried instead."""
-
-    key: str
-    reason: FailureReason
-    request_ids: tuple[str, ...]
-
-    @property
-    def after(self) -> AfterFailure:
-        return AFTER_FAILURE[self.reason]
 
 
 @dataclass(slots=True)
@@ -201,24 +167,21 @@ class ConsumerItems:
         item.change_state(ItemState.FAILED)
         item.reason = reason
 
-    def settle(self, key: str) -> ItemFailure:
-        """Decide by the reason what comes of an item that failed, and of those who wait for it."""
+    def settle(self, key: str) -> tuple[FailureReason, tuple[str, ...]]:
+        """Decide by the reason what comes of an item that failed. With the requests that ask for it again, under their old deadlines, or, if
+        the reason is not retryable, that end: none, if a later ticket is tried instead."""
         item = self._items[key]
         assert item.reason is not None, "an item is settled that did not fail"
-        failure = ItemFailure(key, item.reason, tuple(item.waiters))
-        item.reason = None
-        later, item.ticket, item.later_ticket = item.later_ticket, None, None
-        if failure.after == AfterFailure.END_REQUEST:
-            del self._items[key]
-        elif later is not None:
-            item.ticket = later
+        reason, item.reason = item.reason, None
+        item.ticket, item.later_ticket = item.later_ticket, None
+        if reason.is_retryable and item.ticket is not None:
             item.change_state(ItemState.ARRIVED)
-            return ItemFailure(key, failure.reason, ())
-        elif item.waiters:
+            return reason, ()
+        if reason.is_retryable and item.waiters:
             item.change_state(ItemState.REQUESTED)
         else:
             del self._items[key]
-        return failure
+        return reason, tuple(item.waiters)
 
     def expire(self, now: float) -> list[tuple[str, str]]:
         """(request id, key) of the waits that are over: the caller has these requests leave. Drops what nobody came for."""

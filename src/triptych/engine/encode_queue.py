@@ -49,9 +49,8 @@ class EncodeSpec:
 class EncodeJob:
     spec: EncodeSpec  # the first call's
     deadline: float
-    callers: dict[str, tuple[EncodeSpec, float]] = field(
-        default_factory=dict[str, tuple[EncodeSpec, float]]
-    )  # id -> (spec, arrival)
+    # encode id -> (spec, arrival)
+    callers: dict[str, tuple[EncodeSpec, float]] = field(default_factory=dict[str, tuple[EncodeSpec, float]])
     state: EncodeState = EncodeState.PREPARING
     inputs: object = None
     preprocess_s: float = 0.0

@@ -84,7 +84,7 @@ class EncodeScheduler:
         saves = [job.spec.key for job in jobs if job is not None and job.needs_ticket and self._gives_tickets]
         return PlannedEncodes(tuple(inputs), tuple(saves), self._kept.asked())
 
-    def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> tuple[list[EncodeEvent], list[str]]:
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> tuple[list[EncodeEvent], list[str]]:
         """Events, and the keys that are resident now."""
         ec_output = result.ec_connector_output or NO_EC_OUTPUT
         metadata = output.ec_connector_metadata

@@ -73,7 +73,7 @@ class Failed(Event, frozen=True, tag="failed"):
 
 
 class Encoded(Event, frozen=True, tag="encoded"):
-    """Terminal. `ticket` is None where nothing is ever taken from this worker (it serves alone)."""
+    """Terminal. `ticket` is None where none is needed: the item stays in this worker, which prefills it or serves alone."""
 
     key: str
     ticket: ECTicket | None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from triptych.config import EngineConfig
-from triptych.engine.consumer_item import AfterFailure, ConsumerItems, ItemState
+from triptych.engine.consumer_item import ConsumerItems, ItemState
 from triptych.engine.ec_connector import get_ec_connector_scheduler
 from triptych.engine.encode_scheduler import NO_EC_OUTPUT, EncodeScheduler, PlannedEncodes
 from triptych.engine.encoder_cache_manager import EncoderCacheManager, EntryState
@@ -108,17 +108,17 @@ class ItemSupply:
         ec_output = result.ec_connector_output or NO_EC_OUTPUT
         self.ec.finish_loads(ec_output)
         events = [event for key in ec_output.failed_loads for event in self._settle(key)]
-        encode_events, encoded = self.encodes.update(output, result, now)
+        encode_events, encoded = self.encodes.update(output, result)
         events += encode_events
         loaded = sorted(ec_output.finished_loads)  # a set's order would differ from run to run
         events += [event for key in loaded for event in self.encodes.came_from_peer(key)]
         return events + [event for key in (*loaded, *encoded) for event in self._hand_out(key, requests, now)]
 
     def _settle(self, key: str) -> list[EngineEvent]:
-        failure = self.wanted.settle(key)
-        if failure.after == AfterFailure.ASK_AGAIN:
-            return [ECNeeded(request_id, key, failure.reason) for request_id in failure.request_ids]
-        return [_misfit(request_id, key, failure.reason) for request_id in failure.request_ids]
+        reason, request_ids = self.wanted.settle(key)
+        if reason.is_retryable:
+            return [ECNeeded(request_id, key, reason) for request_id in request_ids]
+        return [_misfit(request_id, key, reason) for request_id in request_ids]
 
     def _hand_out(self, key: str, requests: Mapping[str, Request], now: float) -> list[EngineEvent]:
         """The item is resident: pin it for everybody who waited for it."""

@@ -5,8 +5,9 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
+KEY_PATTERN = r"[0-9a-f]{64}"
 # In every message between processes, so that no other name reaches a table or a path: a key is a digest made by us.
-ItemKey = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+ItemKey = Annotated[str, msgspec.Meta(pattern=rf"^{KEY_PATTERN}\Z")]
 
 _VERSION = b"triptych media key 2"  # to be raised whenever our own code changes what an item embeds to
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from triptych.config import CacheConfig, EngineConfig, Role
-from triptych.engine.admission import check_role, check_tower
+from triptych.engine.admission import check_role, check_takes_items, check_tower
 from triptych.engine.arithmetic_runner import MODEL, ArithmeticRunner, Fabric
 from triptych.engine.core import EngineCore
-from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
     TERMINAL_EVENTS,
     Encoded,
@@ -28,8 +27,7 @@ from triptych.engine.events import (
     NewTokens,
     PreparationNeeded,
 )
-from triptych.engine.request import RequestSpec
-from triptych.errors import FailureReason, RequestError, WorkerLostError
+from triptych.errors import FailureReason, WorkerLostError
 from triptych.output import ModelRunnerOutput, SchedulerOutput
 from triptych.router.worker_client import WorkerClient
 from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
@@ -87,7 +85,7 @@ class FakeWorkerClient(WorkerClient):
         info: WorkerInfo | None = None,
     ) -> None:  # fmt: skip
         self.config = replace(config, role=Role.parse(role))
-        self.info = info or _describe(worker_id, self.config)
+        self.info = info or WorkerInfo.of(self.config, worker_id)
         self.costs = costs or FakeCosts()
         self.faults = FakeFaults()
         self.record = FakeRecord()
@@ -137,7 +135,7 @@ class FakeWorkerClient(WorkerClient):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent]:
         self._check_alive()
-        spec = _to_spec(request)
+        spec = request.to_spec()
         check_role(spec, self.config)
         self.record.generates.append(request)
         events = self._streams[spec.request_id] = asyncio.Queue()
@@ -171,13 +169,10 @@ class FakeWorkerClient(WorkerClient):
         if isinstance(refusal, Exception):
             self.faults.encodes.popleft()
             raise refusal
-        spec = EncodeSpec(
-            request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
-        )
         events = self._streams[request.encode_id] = asyncio.Queue()
         event: StreamEvent | None = None
         try:
-            self._submit(lambda core: core.add_encode(spec))
+            self._submit(lambda core: core.add_encode(request.to_spec()))
             event = await self._next(events)
         finally:
             self._close(request.encode_id, has_ended=event is not None)
@@ -193,8 +188,7 @@ class FakeWorkerClient(WorkerClient):
         elif failure is not None:
             self._submit(lambda core: core.item_failed(delivery.request_id, delivery.key, delivery.message, failure))
         elif ticket is not None:
-            if not self.config.is_ec_consumer:
-                raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
+            check_takes_items(self.config)
             self._submit(lambda core: core.announce(ticket))
 
     async def release(self, id: str) -> None:
@@ -334,27 +328,3 @@ class FakeWorkerClient(WorkerClient):
             self._submit(lambda core: core.scheduler.preparation_failed(key, f"the tower said {reason}", reason))
         else:
             self._submit(lambda core: core.scheduler.prepared(key, None, self.costs.preparation_s))
-
-
-def _to_spec(request: GenerateRequest) -> RequestSpec:
-    return RequestSpec(
-        request_id=request.request_id,
-        token_ids=request.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling_params,
-        items=request.ec_transfer_params.items,
-        hands_over=request.kv_transfer_params.do_remote_decode,
-        kv_ticket=request.kv_transfer_params.ticket,
-        priority=request.priority,
-    )
-
-
-def _describe(worker_id: str, config: EngineConfig) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=worker_id,
-        role=str(config.role),
-        fingerprint=config.fingerprint,
-        max_model_len=config.model.max_model_len,
-        encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
-        kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
-    )

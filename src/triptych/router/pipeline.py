@@ -67,7 +67,7 @@ class Pipeline:
         placement: Placement,
         metrics: RouterMetrics,
         *,
-        max_in_flight: int = 512,
+        max_in_flight: int = 256,
         request_timeout_s: float = 600.0,
         encode_timeout_s: float = 20.0,
     ) -> None:

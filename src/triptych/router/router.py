@@ -126,16 +126,7 @@ def run_router(options: RouterOptions) -> None:
 async def _serve(options: RouterOptions, listener: socket.socket) -> None:
     warn_if_open(listener, options.cluster_secret)
     model = options.model
-    async with open_serving(
-        model,
-        options.layout,
-        options.media,
-        max_in_flight=options.max_in_flight,
-        request_timeout_s=options.request_timeout_s,
-        worker_wait_s=options.worker_wait_s,
-        encode_timeout_s=options.encode_timeout_s,
-        cluster_secret=options.cluster_secret,
-    ) as serving:
+    async with open_serving(options) as serving:
         serving.membership.look_for(options.worker_urls)
         app = make_app(Router(serving, model.name, model.max_model_len, options.max_body_nbytes, options.cluster_secret))
         await StoppingServer(app, serving.pipeline.stop).serve(sockets=[listener])

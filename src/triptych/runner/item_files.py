@@ -26,10 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.errors import ConfigError, FailureReason, TransferError
+from triptych.media.key import KEY_PATTERN
 from triptych.transfer.read_checks import checksum
 
-_KEY = re.compile(r"[0-9a-f]{64}")
-_ITEM_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_KEY = re.compile(KEY_PATTERN)
+_ITEM_NAME = re.compile(rf"{KEY_PATTERN}\.safetensors")
 _TEMPORARY_NAME = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _FORMAT = "triptych-item-1"
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

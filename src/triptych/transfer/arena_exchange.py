@@ -86,9 +86,8 @@ class ArenaExchange:
         self._to_open: list[_Link] = []
         self._is_closed = False
         self._consumers: set[socket.socket] = set()  # connections of peers to this worker
-        self._silent: dict[
-            socket.socket, float
-        ] = {}  # those that have not asked yet, and until when they may; the first to end first
+        # Those of them that have not asked yet, and until when they may; the first to end first.
+        self._silent: dict[socket.socket, float] = {}
         self._listener = _new_socket()
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(128)

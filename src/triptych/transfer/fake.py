@@ -167,7 +167,6 @@ class FakeDataPlane(DataPlane):
 
     def __init__(self, worker_id: str, network: FakeNetwork, verify_checksums: bool = True) -> None:
         super().__init__(ArenaRegistry(worker_id, with_checksums=verify_checksums))
-        self.worker_id = worker_id
         self.verify_checksums = verify_checksums
         self._network = network
         self._address = network.attach(self)

@@ -178,15 +178,8 @@ def _metadata(ticket: Ticket) -> dict[str, str]:
 
 def _file_name(ticket: Ticket) -> str:
     """A digest of what tells published contents of one worker apart. The same pages in the same generations are the same content."""
-    identity = (
-        ticket.producer,
-        ticket.arena,
-        ticket.pages,
-        ticket.generations,
-        ticket.page_nbytes,
-        ticket.nbytes,
-        ticket.subject,
-    )
+    pages = (ticket.arena, ticket.pages, ticket.generations, ticket.page_nbytes, ticket.nbytes)
+    identity = (ticket.producer, *pages, ticket.subject)
     return f"{blake3(repr(identity).encode()).hexdigest()[:32]}.safetensors"
 
 

@@ -17,12 +17,14 @@ An error is `{"error": {"message", "type", "param", "code"}}` with its HTTP stat
 that names the role. Shapes follow vLLM's token-in-token-out `generate`.
 """
 
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
-from triptych.config import Fingerprint
+from triptych.config import EngineConfig, Fingerprint
+from triptych.engine.encode_queue import EncodeSpec
+from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
 from triptych.media.item import Grid, MediaItem, Modality
 from triptych.media.key import ItemKey
@@ -57,9 +59,8 @@ class KVTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_de
 
 class ECTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     items: Annotated[tuple[MediaItem, ...], Meta(max_length=4096)] = ()
-    tickets: Annotated[
-        tuple[ECTicket, ...], Meta(max_length=4096)
-    ] = ()  # those known already; others follow by POST /inference/v1/ec
+    # Those known already; others follow by POST /inference/v1/ec.
+    tickets: Annotated[tuple[ECTicket, ...], Meta(max_length=4096)] = ()
 
 
 class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -76,6 +77,19 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
     kv_transfer_params: KVTransferParams = KVTransferParams()
     priority: int = 0
 
+    def to_spec(self) -> RequestSpec:
+        """Without the tickets, which are announced one by one."""
+        return RequestSpec(
+            request_id=self.request_id,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling=self.sampling_params,
+            items=self.ec_transfer_params.items,
+            hands_over=self.kv_transfer_params.do_remote_decode,
+            kv_ticket=self.kv_transfer_params.ticket,
+            priority=self.priority,
+        )
+
 
 class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     encode_id: CallId
@@ -84,6 +98,9 @@ class EncodeRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defau
     num_rows: int
     grid: Grid = ()
     will_stay: bool = False  # the same worker prefills it: no ticket is needed
+
+    def to_spec(self) -> EncodeSpec:
+        return EncodeSpec(self.encode_id, self.key, self.modality, self.num_rows, self.grid, self.will_stay)
 
 
 class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,6 +128,17 @@ class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
     max_model_len: Count
     encoder_cache_rows: Count  # the largest item it can hold
     kv_cache_tokens: Count  # the longest request it can hold
+
+    @classmethod
+    def of(cls, config: EngineConfig, worker_id: str) -> Self:
+        return cls(
+            worker_id=worker_id,
+            role=str(config.role),
+            fingerprint=config.fingerprint,
+            max_model_len=config.model.max_model_len,
+            encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
+            kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
+        )
 
 
 class RegisterRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

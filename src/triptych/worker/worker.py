@@ -12,9 +12,8 @@ from functools import partial
 import torch
 
 from triptych.config import EngineConfig
-from triptych.engine.admission import check_ec_ticket, check_kv_ticket, check_role, check_tower
+from triptych.engine.admission import check_ec_ticket, check_kv_ticket, check_role, check_takes_items, check_tower
 from triptych.engine.core import EngineCore
-from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import (
     TERMINAL_EVENTS,
     Encoded,
@@ -50,7 +49,7 @@ class Worker:
         if config.device.num_threads is not None:
             torch.set_num_threads(config.device.num_threads)
         self.config = config
-        self.info = _describe(config, f"{config.role}-{uuid.uuid4().hex[:12]}")
+        self.info = WorkerInfo.of(config, f"{config.role}-{uuid.uuid4().hex[:12]}")
         loaded = load_model(config.model, _parts(config), _device(config), progress)
         self._resources = ExitStack()  # closed in reverse: engine thread, media pool, data plane, caches
         self._is_closed = asyncio.Event()
@@ -86,23 +85,13 @@ class Worker:
 
         Raises `RequestError` at once for a call that this worker's role cannot serve, or a ticket that this cluster has not made.
         """
-        ec, kv = request.ec_transfer_params, request.kv_transfer_params
-        spec = RequestSpec(
-            request_id=request.request_id,
-            token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.sampling_params,
-            items=ec.items,
-            hands_over=kv.do_remote_decode,
-            kv_ticket=kv.ticket,
-            priority=request.priority,
-        )
+        spec, tickets = request.to_spec(), request.ec_transfer_params.tickets
         check_role(spec, self.config)
-        for ticket in ec.tickets:
+        for ticket in tickets:
             check_ec_ticket(ticket, self.config)
-        if kv.ticket is not None:
-            check_kv_ticket(kv.ticket, self.config)
-        return self._generate(spec, ec.tickets)
+        if spec.kv_ticket is not None:
+            check_kv_ticket(spec.kv_ticket, self.config)
+        return self._generate(spec, tickets)
 
     async def _generate(self, spec: RequestSpec, tickets: tuple[ECTicket, ...]) -> AsyncGenerator[GenerateEvent, None]:
         queue = self._streams.open(spec.request_id)
@@ -124,15 +113,12 @@ class Worker:
 
     async def encode(self, request: EncodeRequest, media: bytes) -> EncodeEvent:
         """Raises `RequestError` if this worker has no tower. Cancelling the call aborts the encode."""
-        spec = EncodeSpec(
-            request.encode_id, request.key, request.modality, request.num_rows, request.grid, will_stay=request.will_stay
-        )
         check_tower(self.config)
         queue = self._streams.open(request.encode_id)
         self._media.hold(request, media)
         event: StreamEvent | None = None
         try:
-            self._thread.submit(lambda core: core.add_encode(spec))
+            self._thread.submit(lambda core: core.add_encode(request.to_spec()))
             event = await queue.get()
         finally:
             self._streams.close(request.encode_id)
@@ -153,8 +139,7 @@ class Worker:
             message = delivery.message or f"media item {delivery.key[:12]} could not be had ({failure})."
             self._thread.submit(lambda core: core.item_failed(delivery.request_id, delivery.key, message, failure))
         elif ticket is not None:
-            if not self.config.is_ec_consumer:
-                raise RequestError(f"this worker's role is {self.config.role}: it takes no embeddings from others.")
+            check_takes_items(self.config)
             if ticket.key != delivery.key:
                 raise RequestError("the ticket is for another item than the delivery.")
             check_ec_ticket(ticket, self.config)
@@ -237,14 +222,10 @@ class Worker:
         if isinstance(outcome, Prepared):
             self._thread.submit(lambda core: core.scheduler.prepared(key, outcome.inputs, outcome.seconds))
         else:
-            self._thread.submit(partial(_fail_preparation, key=key, outcome=outcome))
+            self._thread.submit(lambda core: core.scheduler.preparation_failed(key, outcome.message, outcome.reason))
 
     def _on_death(self, error: BaseException) -> None:
         self._streams.fail_all(f"{type(error).__name__}: {error}")
-
-
-def _fail_preparation(core: EngineCore, key: str, outcome: PreparationFailed) -> None:
-    core.scheduler.preparation_failed(key, outcome.message, outcome.reason)
 
 
 def _parts(config: EngineConfig) -> Parts:
@@ -266,14 +247,3 @@ def _device(config: EngineConfig) -> torch.device:
             f"device '{name}' is not here: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
         )
     return device
-
-
-def _describe(config: EngineConfig, worker_id: str) -> WorkerInfo:
-    return WorkerInfo(
-        worker_id=worker_id,
-        role=str(config.role),
-        fingerprint=config.fingerprint,
-        max_model_len=config.model.max_model_len,
-        encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
-        kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
-    )

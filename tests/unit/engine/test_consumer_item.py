@@ -9,10 +9,8 @@ from engine_rig import item_of
 from every_sequence import follow_every_sequence
 
 from triptych.engine.consumer_item import (
-    AFTER_FAILURE,
     LEGAL_ITEM_CHANGES,
     MAX_UNWANTED,
-    AfterFailure,
     ConsumerItem,
     ConsumerItems,
     ItemState,
@@ -119,7 +117,7 @@ def test_an_item_whose_copy_runs_is_remembered_though_nobody_waits_any_more(ends
         assert item.waiters == {}
     else:
         table.fail(CAT.key, FailureReason.STALE)
-        assert table.settle(CAT.key).request_ids == ()
+        assert table.settle(CAT.key)[1] == ()
     assert state_of(table, CAT.key) is None
 
 
@@ -134,21 +132,14 @@ def test_the_waiters_of_an_item_that_came_are_named_with_their_ranks_once():
 # --- failures
 
 
-def test_every_reason_has_a_decision_and_it_is_the_one_that_the_router_acts_on():
-    assert set(AFTER_FAILURE) == set(FailureReason)
-    again = {reason for reason, after in AFTER_FAILURE.items() if after == AfterFailure.ASK_AGAIN}
-    assert again == {reason for reason in FailureReason if reason.is_retryable}
-
-
 @pytest.mark.parametrize("reason", FailureReason)
 def test_a_failed_load_is_asked_for_again_under_the_old_deadline_or_ends_the_waits_by_its_reason(reason: FailureReason):
     table = loading_for("a", "b")
     table.fail(CAT.key, reason)
     assert state_of(table, CAT.key) == ItemState.FAILED
     table.check_invariants()
-    failure = table.settle(CAT.key)
-    assert (failure.reason, failure.request_ids) == (reason, ("a", "b"))
-    if failure.after == AfterFailure.ASK_AGAIN:
+    assert table.settle(CAT.key) == (reason, ("a", "b"))
+    if reason not in (FailureReason.MISMATCH, FailureReason.BAD_MEDIA):
         assert state_of(table, CAT.key) == ItemState.REQUESTED
         assert table.next_deadline() == 10.0
     else:
@@ -161,7 +152,7 @@ def test_a_ticket_that_came_while_another_was_loaded_is_tried_when_that_fails_an
     other = ticket_for(CAT.key, producer="e2")
     table.announce(other, now=5.0)
     table.fail(CAT.key, FailureReason.PEER_LOST)
-    assert table.settle(CAT.key).request_ids == ()
+    assert table.settle(CAT.key)[1] == ()
     (item,) = table.arrived()
     assert item.ticket == other
 
@@ -170,7 +161,7 @@ def test_a_ticket_that_is_told_twice_is_tried_once():
     table = loading_for("r")
     table.announce(ticket_for(CAT.key), now=5.0)
     table.fail(CAT.key, FailureReason.STALE)
-    assert table.settle(CAT.key).request_ids == ("r",)
+    assert table.settle(CAT.key)[1] == ("r",)
     assert state_of(table, CAT.key) == ItemState.REQUESTED
 
 
@@ -382,16 +373,16 @@ class Waiting:
                 self.table.fail(key, reason)
             return
         self.table.fail(key, reason)
-        failure = self.table.settle(key)
+        _, request_ids = self.table.settle(key)
         said.is_loading = False
         said.tickets = said.tickets[1:]
         if reason == FailureReason.MISMATCH:
-            assert set(failure.request_ids) == set(said.waits), "all end"
+            assert set(request_ids) == set(said.waits), "all end"
             self.said[key] = Said()
         elif said.tickets:
-            assert failure.request_ids == (), "another ticket is tried"
+            assert request_ids == (), "another ticket is tried"
         else:
-            assert set(failure.request_ids) == set(said.waits), "all ask again"
+            assert set(request_ids) == set(said.waits), "all ask again"
 
     def check(self) -> None:
         self.table.check_invariants()

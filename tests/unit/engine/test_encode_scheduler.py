@@ -70,7 +70,7 @@ class Encoder:
         metadata = output.ec_connector_metadata
         tickets = {key: ticket_for(key) for key in (*metadata.saves, *metadata.republish) if publishes and key not in failed}
         result = ModelRunnerOutput(failed_encodes=failed, ec_connector_output=ECConnectorOutput(published=tickets))
-        events, _ = self.scheduler.update(output, result, self.clock.now)
+        events, _ = self.scheduler.update(output, result)
         self.note(events)
 
     def step(self) -> None:
@@ -242,7 +242,7 @@ def test_why_an_item_could_not_be_published_is_what_its_callers_hear():
     encoder.scheduler.prepared(CAT, "inputs", 0.1)
     output = encoder.plan()
     result = ModelRunnerOutput(ec_connector_output=ECConnectorOutput(failed_saves={CAT: FailureReason.CORRUPT}))
-    encoder.note(encoder.scheduler.update(output, result, encoder.clock.now)[0])
+    encoder.note(encoder.scheduler.update(output, result)[0])
     answer = answer_to(encoder, "e")
     assert isinstance(answer, EncodeFailed)
     assert answer.reason == FailureReason.CORRUPT

@@ -15,7 +15,7 @@ import uvicorn
 from aiohttp import web
 from PIL import Image
 
-from triptych.config import ClusterLayout, MediaConfig, ModelConfig
+from triptych.config import ClusterLayout, ModelConfig
 from triptych.demo import CHECKPOINT
 from triptych.engine.arithmetic_runner import Fabric, expected_tokens
 from triptych.errors import OverloadedError, TriptychError, UnauthorizedError
@@ -24,6 +24,7 @@ from triptych.models.inspect import resolve_model
 from triptych.router.fake_worker_client import CONFIG, FakeCosts, FakeWorkerClient
 from triptych.router.http_worker_client import HttpWorkerClient, make_session
 from triptych.router.metrics import RouterMetrics
+from triptych.router.options import RouterOptions
 from triptych.router.pipeline import Pipeline
 from triptych.router.placement import Placement
 from triptych.router.pool import WorkerPool
@@ -165,7 +166,7 @@ async def _serve(
 ) -> AsyncGenerator[Served]:
     parsed, fabric = ClusterLayout.parse(layout), Fabric()
     config = replace(CONFIG, is_alone=len(parsed.roles) == 1)
-    async with open_serving(model, parsed, MediaConfig(), cluster_secret=cluster_secret, **limits) as serving:
+    async with open_serving(RouterOptions(model, layout=parsed, cluster_secret=cluster_secret, **limits)) as serving:
         workers: dict[str, FakeWorkerClient] = {}
         for role in present if present is not None else [str(role) for role in parsed.roles]:
             name = f"{role}{sum(str(other.config.role) == role for other in workers.values())}"
@@ -184,7 +185,7 @@ async def _serve(
 
 @pytest.fixture
 def serve(demo_model: ModelConfig) -> Callable[..., AbstractAsyncContextManager[Served]]:
-    """`layout`, `present` (roles that have joined; all by default), `cluster_secret`, and the limits of `open_serving`."""
+    """`layout`, `present` (roles that have joined; all by default), `cluster_secret`, and the limits among `RouterOptions`."""
 
     def open(layout: str, **options: Any) -> AbstractAsyncContextManager[Served]:
         return _serve(demo_model, layout, **options)

@@ -1,8 +1,10 @@
 """Random histories of a whole cluster on virtual time: the router's pipeline, pool and placement, workers of real engines, and faults.
 
-Each history comes from one seed. To replay one that failed, with what happened printed:
+Each history comes from one seed. A failure says which; to replay it, with what happened printed:
 
-    TRIPTYCH_SEED=123 pytest tests/unit/router/test_cluster_histories.py -k replay -s
+    PYTHONPATH=tests/support python tests/unit/router/test_cluster_histories.py 123
+
+A layout behind the seed makes it calm weather there.
 """
 
 import asyncio
@@ -35,6 +37,7 @@ LEASE_S = 12.0
 SETTLED_S = WAIT_S + LEASE_S + 10.0
 CALM_SETTLED_S = 2.0  # less than any lease: where nothing went wrong they are released and do not lapse
 TEXT_S = 10.0  # a text-only request takes no longer where nothing befalls the workers that it needs
+REPLAY = "replay it with PYTHONPATH=tests/support python tests/unit/router/test_cluster_histories.py"
 RETRIES = 3  # fewer faults than that cannot use up the encodes of an item (3) or the replays of a request (3)
 
 
@@ -62,7 +65,7 @@ class Asked:
 class History:
     def __init__(self, seed: int, *, is_calm: bool = False, layout: str = "") -> None:
         self.rng = rng = Random(seed)
-        self.seed = seed
+        self.replay = f"{seed} {layout}"
         self.layout = layout or rng.choice((*["E2P2D2"] * 8, *LAYOUTS))
         self.is_roomy = is_calm or rng.random() < 0.3
         self.config = self._draw_config()
@@ -130,7 +133,7 @@ class History:
         try:
             return run_virtual(self._run())
         except AssertionError as error:
-            raise AssertionError(f"TRIPTYCH_SEED={self.seed} ({self.layout}): {error}") from error
+            raise AssertionError(f"{error}; {self.layout}, {REPLAY} {self.replay}") from error
 
     async def _run(self) -> list[str]:
         cluster = FaultyCluster(self.layout, self.config, self.costs, self.weather, self.rng, TIMEOUT_S)
@@ -286,10 +289,13 @@ def test_a_seed_gives_the_same_history_again() -> None:
     assert other.stdout.strip() == str(traces)
 
 
-@pytest.mark.skipif("TRIPTYCH_SEED" not in os.environ, reason="replays a history on demand")
-def test_replay() -> None:
-    history = History(int(os.environ["TRIPTYCH_SEED"]))
+def main(seed: str, layout: str = "") -> None:
+    history = History(int(seed), is_calm=layout != "", layout=layout)
     try:
         history.run()
     finally:
-        print("\n".join([history.layout, str(history.config), str(history.weather), str(history.costs), *history.trace]))
+        print(history.layout, history.config, history.weather, history.costs, *history.trace, sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
