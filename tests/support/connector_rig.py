@@ -289,6 +289,7 @@ class RigWorker:
         self.preparations: list[str] = []
         self.num_encodes: Counter[str] = Counter()
         self._num_failed_encodes: Counter[str] = Counter()
+        self._known_ids: list[str] = []  # of all requests that have come here
         self._aborted: set[str] = set()
         self._released: set[str] = set()
         self._told: set[tuple[str, str]] = set()  # (request id, key) of each first want
@@ -302,6 +303,7 @@ class RigWorker:
     def add_request(self, spec: RequestSpec) -> None:
         tokens = expected_tokens(spec.token_ids, spec.items, spec.sampling.max_tokens)
         self.live[spec.request_id] = LiveRequest({item.key for item in spec.items}, self._clock.now, tokens)
+        self._known_ids.append(spec.request_id)
         self.core.add_request(spec)
         self._called()
 
@@ -478,7 +480,10 @@ class RigWorker:
         assert has_cause, f"{event.id} failed, and nothing was wrong: {event}"
 
     def _may_be_late(self, request_id: str, request: LiveRequest) -> bool:
-        names = [("lost", request_id), *(("lost", self.id, key) for key in request.keys)]
+        """Something of its own was lost; or, in a small cache, of a request that may be before it in line and hold the room that it needs."""
+        cache = self.core.scheduler.cache
+        request_ids = [request_id] if cache.num_pages >= NUM_PAGES_OF_ALL else self._known_ids
+        names = [*(("lost", each) for each in request_ids), *(("lost", self.id, key) for key in request.keys)]
         return request.has_slept or any(name in self.causes for name in names)
 
     # --- what must be true ------------------------------------------------------------------------------------------
