@@ -76,6 +76,12 @@ class FedItem:
             self.lease.let_go()
         self.ticket = self.lease = None
 
+    def call_off(self) -> None:
+        self.let_go()
+        if self.task is not None:
+            self.task.cancel()
+            self.task = None
+
 
 @dataclass(slots=True)
 class PrefillCall:
@@ -154,10 +160,13 @@ class MediaFeed:
             self._placement.remember(prefill, key)
 
     def read_by(self, prefill: PooledWorker) -> None:
-        """The prompt is computed, so that every item was there a moment ago."""
-        for key in self._items:
+        """The prompt is computed, so that every item was there a moment ago. The answer of an encode that stays there is on its way, then."""
+        for key, item in self._items.items():
             self._placement.remember(prefill, key)
-        self.call_off()
+            if item.stays_at is prefill:
+                item.let_go()
+            else:
+                item.call_off()
 
     def let_go(self) -> None:
         """Of the tickets: whoever prefills has read them."""
@@ -166,11 +175,8 @@ class MediaFeed:
 
     def call_off(self) -> None:
         """Nothing is needed any more, or not yet."""
-        self.let_go()
         for item in self._items.values():
-            if item.task is not None:
-                item.task.cancel()
-                item.task = None
+            item.call_off()
 
     async def close(self) -> None:
         self.call_off()

@@ -136,7 +136,6 @@ def test_a_lease_that_is_no_duration_is_refused_whatever_its_seal(published: Pub
 
 
 ENDLESS: dict[str, dict[str, Any]] = {
-    "a key": {"key": "a" * 10_000},
     "a type": {"dtype": "f" * 10_000},
     "a model": {"model": "d" * 10_000},
     "a producer": {"data": {"producer": "e" * 10_000}},
