@@ -19,7 +19,7 @@ from triptych.sampling_params import SamplingParams
 MAX_ENCODES = 3  # of one item for one request; not counting those that an eviction or a lapsed lease made necessary
 MAX_RESENDS = 2
 ENCODE_TIMEOUT_S, RESEND_S = 200.0, 5.0
-MAX_ROUNDS = 3000
+MAX_ROUNDS = 20_000
 
 
 @dataclass(eq=False)
