@@ -199,6 +199,10 @@ class KVConnectorOutput:
     failed_saves: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])  # by request id
 
 
+NO_EC_OUTPUT = ECConnectorOutput()
+NO_KV_OUTPUT = KVConnectorOutput()
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What a step gave. A scheduled request is in exactly one of: `sampled` (its window ended at its last known token),

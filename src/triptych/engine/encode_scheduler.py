@@ -11,9 +11,14 @@ from triptych.engine.encoder_cache_manager import EncoderCacheManager, Rank
 from triptych.engine.events import Encoded, EncodeEvent, EncodeFailed, PreparationNeeded, StageTimings
 from triptych.engine.producer_item import ProducerItems
 from triptych.errors import FailureReason
-from triptych.output import ECConnectorMetadata, ECConnectorOutput, EncodeInput, ModelRunnerOutput, SchedulerOutput
-
-NO_EC_OUTPUT = ECConnectorOutput()
+from triptych.output import (
+    NO_EC_OUTPUT,
+    ECConnectorMetadata,
+    ECConnectorOutput,
+    EncodeInput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 
 @dataclass(frozen=True, slots=True)

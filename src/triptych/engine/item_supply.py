@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from triptych.config import EngineConfig
 from triptych.engine.consumer_item import ConsumerItems, ItemState
 from triptych.engine.ec_connector import get_ec_connector_scheduler
-from triptych.engine.encode_scheduler import NO_EC_OUTPUT, EncodeScheduler, PlannedEncodes
+from triptych.engine.encode_scheduler import EncodeScheduler, PlannedEncodes
 from triptych.engine.encoder_cache_manager import EncoderCacheManager, EntryState
 from triptych.engine.events import ECLoaded, ECNeeded, EngineEvent, Failed
 from triptych.engine.producer_item import PEERS, ProducerItems
 from triptych.engine.request import Request
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
-from triptych.output import ECLoad, ECTicket, ModelRunnerOutput, SchedulerOutput
+from triptych.output import NO_EC_OUTPUT, ECLoad, ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,6 @@ class ItemSupply:
         return events
 
     # --- the rest
-
-    def announce(self, ticket: ECTicket, now: float) -> None:
-        self.ec.announce(ticket, now)
 
     def next_deadline(self) -> float | None:
         deadlines = (self.wanted.next_deadline(), self.kept.next_deadline(), self.encodes.next_deadline())

@@ -21,6 +21,7 @@ from triptych.engine.request import Request, RequestSpec, RequestStatus, Timelin
 from triptych.engine.step_plan import StepPlan
 from triptych.errors import FailureReason
 from triptych.output import (
+    NO_KV_OUTPUT,
     CachedRequestData,
     ECTicket,
     KVConnectorOutput,
@@ -30,8 +31,6 @@ from triptych.output import (
     SchedulerOutput,
     TokenLogprob,
 )
-
-NO_KV_OUTPUT = KVConnectorOutput()
 
 
 class Scheduler:
@@ -84,7 +83,7 @@ class Scheduler:
         self._events += self._items.encodes.preparation_failed(key, message, reason)
 
     def announce(self, ticket: ECTicket) -> None:
-        self._items.announce(ticket, self._clock())
+        self._items.ec.announce(ticket, self._clock())
 
     def lacks(self, request_id: str, key: str) -> bool:
         """Whether the request waits for an item of which no ticket has come."""

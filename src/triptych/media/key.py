@@ -5,6 +5,8 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
+from triptych.transfer.seal import add_fields
+
 KEY_PATTERN = r"[0-9a-f]{64}"
 # In every message between processes, so that no other name reaches a table or a path: a key is a digest made by us.
 ItemKey = Annotated[str, msgspec.Meta(pattern=rf"^{KEY_PATTERN}\Z")]
@@ -21,7 +23,5 @@ def media_key(
     `LayoutAdapter`), `weights_digest` and `dtype` the encoder's, `tenant_salt` keeps tenants apart.
     """
     digest = blake3(_VERSION)
-    for field in (modality.encode(), data, settings, layout, weights_digest.encode(), dtype.encode(), tenant_salt.encode()):
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
+    add_fields(digest, (modality.encode(), data, settings, layout, weights_digest.encode(), dtype.encode(), tenant_salt.encode()))
     return digest.hexdigest()

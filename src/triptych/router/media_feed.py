@@ -168,11 +168,6 @@ class MediaFeed:
             else:
                 item.call_off()
 
-    def let_go(self) -> None:
-        """Of the tickets: whoever prefills has read them."""
-        for item in self._items.values():
-            item.let_go()
-
     def call_off(self) -> None:
         """Nothing is needed any more, or not yet."""
         for item in self._items.values():

@@ -228,7 +228,6 @@ class Pipeline:
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
                         feed.read_by(worker)
-                        feed.let_go()
                     case Failed():
                         kv.pop_all()
                         raise _judge_prefill(event, worker, feed)

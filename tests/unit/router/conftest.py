@@ -71,8 +71,9 @@ class Cluster:
         self.pool.join(worker)
         return worker
 
-    async def generate(self, job: GenerateJob) -> list[int]:
-        async with self.pipeline.run(job, Stopwatch(asyncio.get_running_loop().time)) as running:
+    async def generate(self, job: GenerateJob, stopwatch: Stopwatch | None = None) -> list[int]:
+        """`stopwatch`, of the caller's own: to be looked at afterwards."""
+        async with self.pipeline.run(job, stopwatch or Stopwatch(asyncio.get_running_loop().time)) as running:
             return [token.token_id async for batch in running.tokens() for token in batch]
 
     def assert_idle(self) -> None:

@@ -5,7 +5,8 @@ first to its last, which are all the points at which it can be cut.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -188,9 +189,28 @@ class CuttingLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]  # asyncio's own loop is made of these
 
 
-def run_cut(main: Coroutine[Any, Any, bool]) -> bool:
-    with asyncio.Runner(loop_factory=CuttingLoop) as runner:
-        return runner.run(main)
+async def leave(at_turn: int, make: Callable[[], Any], make_job: Make) -> bool:
+    """Whether the request was still there to be left."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, CuttingLoop)
+    cluster = make()
+    task = asyncio.create_task(cluster.generate(make_job(pictures=[4, 5])))
+    loop.turns_left, loop.cut = at_turn, task.cancel
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(5)
+    assert_nothing_is_left(cluster, f"turn {at_turn}")
+    await cluster.pool.close()
+    return isinstance(outcome, asyncio.CancelledError)
+
+
+def count_turns(make: Callable[[], Any], make_job: Make) -> int:
+    """Of a request, which leaves at each of them, in a cluster of its own."""
+
+    def is_there(turn: int) -> bool:
+        with asyncio.Runner(loop_factory=CuttingLoop) as runner:
+            return runner.run(leave(turn, make, make_job))
+
+    return next(turn for turn in count() if not is_there(turn))
 
 
 @pytest.mark.parametrize("layout", ["E1P1D1", "E2PD1", "EP2D1", "EPD1"])
@@ -200,42 +220,15 @@ def run_cut(main: Coroutine[Any, Any, bool]) -> bool:
     ids=["at once", "each stage takes time"],
 )
 def test_a_client_may_leave_at_every_turn_of_the_loop(layout: str, costs: FakeCosts, make_cluster: Make, make_job: Make) -> None:
-    async def leave(at_turn: int) -> bool:
-        """Whether the request was still there to be left."""
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, CuttingLoop)
-        cluster = make_cluster(layout, costs=costs)
-        task = asyncio.create_task(cluster.generate(make_job(pictures=[4, 5])))
-        loop.turns_left, loop.cut = at_turn, task.cancel
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(5)
-        assert_nothing_is_left(cluster, f"turn {at_turn}")
-        await cluster.pool.close()
-        return isinstance(outcome, asyncio.CancelledError)
-
-    num_turns = 0
-    while run_cut(leave(num_turns)):
-        num_turns += 1
-    assert num_turns > 10
+    assert count_turns(lambda: make_cluster(layout, costs=costs), make_job) > 10
 
 
 @pytest.mark.parametrize("fault", ["die_while_encoding", "die_after_encoding", "die_while_prefilling"])
 def test_a_client_may_leave_at_every_turn_while_a_fault_is_healed(fault: str, make_cluster: Make, make_job: Make) -> None:
-    async def leave(at_turn: int) -> bool:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, CuttingLoop)
+    def make() -> Any:
         cluster = make_cluster("E2P2D1", costs=FakeCosts(encode_s=1.0, prefill_s=1.0, decode_s=1.0, transfer_s=1.0))
         for name in ("E0", "P0"):
             setattr(cluster[name].faults, fault, True)
-        task = asyncio.create_task(cluster.generate(make_job(pictures=[4, 5])))
-        loop.turns_left, loop.cut = at_turn, task.cancel
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(5)
-        assert_nothing_is_left(cluster, f"turn {at_turn}")
-        await cluster.pool.close()
-        return isinstance(outcome, asyncio.CancelledError)
+        return cluster
 
-    num_turns = 0
-    while run_cut(leave(num_turns)):
-        num_turns += 1
-    assert num_turns > 10
+    assert count_turns(make, make_job) > 10

@@ -21,9 +21,7 @@ Expected = Callable[[GenerateJob], list[int]]
 
 async def ask(cluster: Any, job: GenerateJob) -> tuple[list[int], Any]:
     stopwatch = Stopwatch()
-    async with cluster.pipeline.run(job, stopwatch) as running:
-        tokens = [token.token_id async for batch in running.tokens() for token in batch]
-    return tokens, stopwatch.timing()
+    return await cluster.generate(job, stopwatch), stopwatch.timing()
 
 
 def keys_encoded(cluster: Any, *names: str) -> list[list[str]]:

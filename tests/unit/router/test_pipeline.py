@@ -331,11 +331,7 @@ def test_a_worker_that_stands_still_for_5_s_costs_those_5_s_and_nothing_else(
         cluster = make_cluster("E1P1D1", costs=FakeCosts(encode_s=1.0, prefill_s=1.0, decode_s=1.0, transfer_s=0.1))
         job, stopwatch = make_job(pictures=[4]), Stopwatch()
 
-        async def ask() -> list[int]:
-            async with cluster.pipeline.run(job, stopwatch) as running:
-                return [token.token_id async for batch in running.tokens() for token in batch]
-
-        task = asyncio.create_task(ask())
+        task = asyncio.create_task(cluster.generate(job, stopwatch))
         await asyncio.sleep(at_s)
         cluster[stopped].hang()
         await asyncio.sleep(5)
@@ -542,9 +538,7 @@ def test_a_worker_that_is_full_for_a_moment_is_asked_again_and_that_is_no_replay
         full = cluster["P0" if stage == "prefill" else "D0"]
         full.faults.generates.extend([refusal] * 6)
         job, stopwatch = make_job(pictures=[4]), Stopwatch()
-        async with cluster.pipeline.run(job, stopwatch) as running:
-            tokens = [token.token_id async for batch in running.tokens() for token in batch]
-        assert tokens == expected(job)
+        assert await cluster.generate(job, stopwatch) == expected(job)
         assert asyncio.get_running_loop().time() == pytest.approx(6.0, abs=0.1)
         # a first encode is called off when prefill has no room: it would keep those waiting that have found some
         assert len(cluster["E0"].record.encodes) <= (2 if stage == "prefill" else 1)
