@@ -70,7 +70,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
             inspect.Parameter.KEYWORD_ONLY,
             default=setting.default,
             annotation=Annotated[
-                setting.type, typer.Option(setting.flag, help=setting.help, rich_help_panel=SECTIONS[setting.section][1])
+                setting.type, typer.Option(setting.declaration, help=setting.help, rich_help_panel=SECTIONS[setting.section][1])
             ],
         )
         for setting in SETTINGS

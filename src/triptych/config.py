@@ -154,6 +154,7 @@ class CacheConfig:
     block_size: int = 16  # tokens per KV block
     kv_cache_nbytes: int = 512 * 1024**2  # host or device memory for KV blocks
     num_kv_blocks: int | None = None  # overrides kv_cache_nbytes
+    enable_prefix_caching: bool = True  # keep KV blocks for later prompts that begin alike
     encoder_cache_rows: int = 16_384  # embedding rows this worker's encoder cache holds
     rows_per_page: int = 16  # rows of one page of the encoder cache
 
@@ -171,9 +172,15 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # requests that run at once
     max_encoder_rows: int = 4096  # rows the tower may produce in one step (one item may exceed it alone)
     max_num_waiting: int = 1024  # requests and encodes that may wait before new ones are refused with 429
+    priority_aging_s: float = 60.0  # a request is passed only by those of a priority better by n that come within n times this
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_encoder_rows", "max_num_waiting")
+        _check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_encoder_rows", "max_num_waiting", "priority_aging_s")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs ({self.max_num_seqs}): not every request "
+                "could get a token in each step. Raise the one or lower the other."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
     `temperature` 0 is greedy. `top_k` 0 keeps all. `seed` is always set (the router draws one when the client gives none),
     so that a request that moves to another worker goes on with the tokens it would have had.
-    `logprobs` is the number of alternatives reported beside the sampled token's own log-probability; None reports none.
+    `min_p` drops tokens less probable than that share of the most probable one. `repetition_penalty` (Keskar et al., CTRL, 2019) is over prompt and
+    answer, `presence_penalty` and `frequency_penalty` (as in OpenAI's API) over the answer. `logit_bias` is added to the logits, by token id.
+    `logprobs` is the number of alternatives reported beside the sampled token's own log-probability; None reports none. `prompt_logprobs` likewise
+    for the prompt's tokens.
     """
 
     max_tokens: int
@@ -21,10 +24,16 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[dict[int, float], Meta(max_length=1024)] = {}
     min_tokens: int = 0
     # the model's end-of-sequence ids are among them unless the client ignores them
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def check(self) -> None:
         """Raise `RequestError` for a value out of range."""
@@ -33,8 +42,16 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("min_tokens", self.min_tokens, 0, self.max_tokens),
             ("temperature", self.temperature, 0.0, 2.0),
             ("top_k", self.top_k, 0, float("inf")),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             ("top_logprobs", self.logprobs or 0, 0, 20),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, 20),
+            *((f"logit_bias[{token_id}]", bias, -100.0, 100.0) for token_id, bias in self.logit_bias.items()),
         ]
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            message = f"repetition_penalty is {_shown(self.repetition_penalty)}; it must be a number greater than 0."
+            raise RequestError(message, param="repetition_penalty")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"top_p is {_shown(self.top_p)}; it must be greater than 0 and at most 1.", param="top_p")
         for name, value, low, high in ranges:

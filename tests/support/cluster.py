@@ -69,7 +69,7 @@ async def running_cluster(
     base = EngineConfig(
         model=resolve_model(model),
         cache=CacheConfig(block_size=block_size, kv_cache_nbytes=64 * 1024**2, encoder_cache_rows=encoder_cache_rows),
-        scheduler=SchedulerConfig(max_num_batched_tokens=chunk),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=min(64, chunk)),
         device=DeviceConfig(device="cpu", num_threads=1),
     )
     workers = [Worker(replace(base, role=role, is_alone=len(roles) == 1)) for role in roles]

@@ -109,7 +109,7 @@ def make_engine(
         role=Role.parse(role),
         is_alone=is_alone,
         cache=CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks, encoder_cache_rows=encoder_rows, rows_per_page=4),
-        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=max_num_seqs, max_encoder_rows=32),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=min(max_num_seqs, chunk), max_encoder_rows=32),
         connector=ConnectorConfig(ec_timeout_s=10.0, kv_timeout_s=10.0, ec_lease_s=lease_s, kv_lease_s=lease_s),
     )
     clock = clock or TurnedClock()

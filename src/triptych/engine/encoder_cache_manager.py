@@ -20,7 +20,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-Rank = tuple[int, ...]  # (priority, arrival[, first token of the item]): smaller is served first
+Rank = tuple[
+    float, ...
+]  # (virtual arrival, number of arrival[, first token of the item]): smaller is served first; see docs/scheduler.md
 LEASE: Rank = (-(2**62),)  # the rank of a pin that never yields
 LAST: Rank = (2**62,)  # the rank of who takes free or unpinned pages only
 

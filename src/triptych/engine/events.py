@@ -1,7 +1,8 @@
 """What the engine tells the outside about requests and encodes; sent as they are on a worker's event streams.
 
-A generate request's stream is: any number of `ECNeeded`, `ECLoaded` and `NewTokens`, then exactly one terminal event: `Finished`,
-`HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or `EncodeFailed`.
+A generate request's stream is: any number of `ECNeeded`, `ECLoaded`, `PrefixHit`, `PromptLogprobs`, `KVPublished` and `NewTokens`, then exactly one
+terminal event: `Finished`, `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or
+`EncodeFailed`.
 """
 
 import msgspec
@@ -45,8 +46,28 @@ class ECLoaded(Event, frozen=True, tag="ec_loaded"):
     key: str
 
 
+class PrefixHit(Event, frozen=True, tag="prefix_hit"):
+    """This much of the prompt need not be computed here: as it looks on arrival, if that covers an item, and as it is when the request starts.
+    Items that lie before it are not needed (any more)."""
+
+    num_tokens: int
+
+
+class PromptLogprobs(Event, frozen=True, tag="prompt_logprobs"):
+    """Of the prompt's tokens from number `start` on, each given those before it; the first token of a prompt has none."""
+
+    start: int
+    tokens: tuple[TokenLogprob, ...]
+
+
 class NewTokens(Event, frozen=True, tag="new_tokens"):
     tokens: tuple[TokenLogprob, ...]
+
+
+class KVPublished(Event, frozen=True, tag="kv_published"):
+    """The KV of a chunk of the prompt can be read while the rest is computed."""
+
+    ticket: KVTicket
 
 
 class HandedOver(Event, frozen=True, tag="handed_over"):
@@ -94,6 +115,6 @@ class PreparationNeeded(msgspec.Struct, frozen=True):
 
 
 TERMINAL_EVENTS = (HandedOver, Finished, Failed)  # of a generate request
-GenerateEvent = ECNeeded | ECLoaded | NewTokens | HandedOver | Finished | Failed
+GenerateEvent = ECNeeded | ECLoaded | PrefixHit | PromptLogprobs | NewTokens | KVPublished | HandedOver | Finished | Failed
 EncodeEvent = Encoded | EncodeFailed
 EngineEvent = GenerateEvent | EncodeEvent | PreparationNeeded

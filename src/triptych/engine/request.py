@@ -95,7 +95,9 @@ class RequestSpec:
     items: tuple[MediaItem, ...] = ()
     hands_over: bool = False  # publish the KV after the first token; decode goes on elsewhere
     kv_ticket: KVTicket | None = None
-    priority: int = 0
+    priority: int = 0  # lower is earlier
+    age_s: float = 0.0  # how long it was under way before it came here
+    cache_salt: str = ""  # requests with different salts share no KV blocks
 
     @property
     def num_generated_tokens(self) -> int:
@@ -127,6 +129,10 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def awaits_kv(self) -> bool:
+        return self.kv_ticket is not None and self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
 
     def rank_of(self, item: MediaItem) -> Rank:
         return (*self.rank, item.start)

@@ -16,7 +16,7 @@ from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens
 from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
-from triptych.engine.kv_connector import get_kv_connector_scheduler
+from triptych.engine.kv_supply import KVSupply
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
 from triptych.errors import FailureReason
@@ -44,10 +44,9 @@ class Scheduler:
         self.kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
         self._items = ItemSupply(config, clock)
         self.cache = self._items.cache
-        self._kv_connector = get_kv_connector_scheduler(config, clock)
+        self._kv_supply = KVSupply(config, clock, self.kv)
         self._events: list[EngineEvent] = []
         self._forgotten: list[str] = []  # the runner drops them in the next step
-        self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
         self._arrivals = count()
         self.num_preempted = 0
 
@@ -62,7 +61,7 @@ class Scheduler:
             num_prompt_tokens=spec.num_prompt_tokens,
             sampling=spec.sampling,
             items=spec.items,
-            rank=(spec.priority, next(self._arrivals)),
+            rank=(now - spec.age_s + spec.priority * self._config.scheduler.priority_aging_s, next(self._arrivals)),
             timeline=Timeline(arrived_at=now),
             hands_over=spec.hands_over,
             kv_ticket=spec.kv_ticket,
@@ -103,7 +102,7 @@ class Scheduler:
     def release(self, id: str) -> None:
         """The ticket of a request or an encode is not needed any more. Idempotent."""
         self._events += self._items.encodes.release(id)
-        self._reclaim(self._kv_connector.release(id))
+        self._kv_supply.release(id)
 
     # --- one step ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ class Scheduler:
         now = self._clock()
         self._take(self._items.update(output, result, self._requests, now))
         kv_output = result.kv_connector_output or NO_KV_OUTPUT
-        self._update_kv_loads(kv_output, now)
+        self._end_kv_loads(kv_output, now)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or not request.is_known_to_runner:
@@ -164,11 +163,11 @@ class Scheduler:
 
     @property
     def num_leases(self) -> int:
-        return self._items.kept.num_leases + self._kv_connector.num_leases
+        return self._items.kept.num_leases + self._kv_supply.num_leases
 
     @property
     def num_leases_expired(self) -> int:
-        return self._items.kept.num_leases_expired + self._kv_connector.num_leases_expired
+        return self._items.kept.num_leases_expired + self._kv_supply.num_leases_expired
 
     @property
     def num_item_waits(self) -> int:
@@ -179,8 +178,7 @@ class Scheduler:
         return self._items.num_waits_expired
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._items.next_deadline(), self._kv_connector.next_deadline()]
-        deadlines += [request.kv_deadline for request in self._requests.values() if self._awaits_kv(request)]
+        deadlines = [self._items.next_deadline(), self._kv_supply.next_deadline(self._requests.values())]
         return min((each for each in deadlines if each is not None), default=None)
 
     def check_invariants(self) -> None:
@@ -329,45 +327,15 @@ class Scheduler:
 
     # --- KV from others ---------------------------------------------------------------------------------------------
 
-    def _awaits_kv(self, request: Request) -> bool:
-        return request.kv_ticket is not None and request.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
-
     def _start_kv_loads(self) -> None:
-        """Reserve before pulling: a load starts once all of the request's blocks are there."""
-        for request in [each for each in self._waiting if each.kv_ticket is not None]:
-            assert request.kv_ticket is not None
-            if len(self._running) + self._num_loading >= self._config.scheduler.max_num_seqs:
-                return
-            if self._kv_connector.is_loading(request.request_id):
-                continue  # a copy for an earlier request of this id has not ended
-            if self.kv.allocate(request.request_id, len(request.token_ids)) is None:
-                return
-            num_blocks = -(-request.kv_ticket.num_tokens // self.kv.block_size)
-            block_ids = self.kv.block_ids(request.request_id)[:num_blocks]
-            self._kv_connector.start_load(request.request_id, request.kv_ticket, block_ids)
+        num_places = self._config.scheduler.max_num_seqs - len(self._running) - self._num_loading
+        for request in self._kv_supply.start_loads(self._waiting, num_places):
             self._waiting.remove(request)
-            request.change_status(RequestStatus.LOADING_KV)
 
-    def _update_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
-        loaded = sorted(kv_output.finished_loads)  # a set's order would differ from run to run
-        for request_id in [*loaded, *kv_output.failed_loads]:
-            self.kv.reclaim(self._kv_connector.end_load(request_id))
-        for request_id in loaded:
-            request = self._requests.get(request_id)
-            if request is None or request.kv_ticket is None or request.status != RequestStatus.LOADING_KV:
-                continue  # the copy was for an earlier request of this id
-            request.num_computed_tokens = request.kv_ticket.num_tokens
-            request.timeline.kv_resident_at = now
-            request.change_status(RequestStatus.RUNNING)
-            self._running.append(request)
-        for request_id, reason in kv_output.failed_loads.items():
-            if request_id in self._requests and self._requests[request_id].status == RequestStatus.LOADING_KV:
-                message = f"the KV blocks could not be read ({reason})."
-                self.fail_request(request_id, message, "kv_unavailable", 503, reason)
-
-    def _reclaim(self, block_ids: tuple[int, ...]) -> None:
-        self.kv.reclaim(block_ids)
-        self._freed_block_ids.extend(block_ids)
+    def _end_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
+        ready, failures = self._kv_supply.update(kv_output, self._requests, now)
+        self._running += ready
+        self._take(failures)
 
     # --- progress and endings ---------------------------------------------------------------------------------------
 
@@ -399,8 +367,7 @@ class Scheduler:
             message = "the KV blocks were computed but not published."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.INTERNAL)
             return
-        block_ids = self.kv.give_up(request.request_id)
-        self._reclaim(self._kv_connector.keep(request.request_id, block_ids))
+        self._kv_supply.keep(request.request_id)
         self._drop(request)
         self._events.append(HandedOver(request.request_id, ticket, request.timeline.timings()))
 
@@ -410,8 +377,7 @@ class Scheduler:
             self._running.remove(request)
         elif request.status == RequestStatus.WAITING:
             self._waiting.remove(request)
-        elif self._kv_connector.abandon_load(request.request_id, self.kv.block_ids(request.request_id)):
-            self.kv.give_up(request.request_id)
+        self._kv_supply.leave(request)
         self.kv.free(request.request_id)
         self._items.give_up_all(request)
         self._make_unknown_to_runner(request)
@@ -425,10 +391,7 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         self._take(self._items.expire(now))
-        for request in [each for each in self._requests.values() if self._awaits_kv(each) and each.kv_deadline <= now]:
-            message = f"the KV blocks did not arrive within {self._config.connector.kv_timeout_s:g} s."
-            self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.TIMEOUT)
-        self._reclaim(self._kv_connector.expire())
+        self._take(self._kv_supply.expire(self._requests.values(), now))
 
     # --- the runner's orders ----------------------------------------------------------------------------------------
 
@@ -444,9 +407,8 @@ class Scheduler:
                 new.append(request.to_new_request(self.kv.block_ids(request_id)))
                 request.is_known_to_runner = True
             if request.hands_over and computed + plan.windows[request_id] == len(request.token_ids):
-                self._kv_connector.save(request_id, len(request.token_ids), self.kv.block_ids(request_id))
+                self._kv_supply.save(request)
         forgotten, self._forgotten = tuple(self._forgotten), []
-        freed_block_ids, self._freed_block_ids = tuple(self._freed_block_ids), []
         return SchedulerOutput(
             new_requests=tuple(new),
             cached_requests=tuple(cached),
@@ -454,8 +416,8 @@ class Scheduler:
             encodes=plan.items.encodes.inputs,
             item_pages=plan.item_pages,
             freed_pages=self.cache.take_freed_pages(),
-            freed_block_ids=freed_block_ids,
+            freed_block_ids=self._kv_supply.take_freed_block_ids(),
             finished_request_ids=forgotten,
             ec_connector_metadata=self._items.ec.metadata(plan.loads_with_need(), plan.items.encodes),
-            kv_connector_metadata=self._kv_connector.plan(),
+            kv_connector_metadata=self._kv_supply.plan(),
         )

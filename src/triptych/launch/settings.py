@@ -45,6 +45,11 @@ class Setting:
         """The flag as a Python name."""
         return self.flag.removeprefix("--").replace("-", "_")
 
+    @property
+    def declaration(self) -> str:
+        """As the command line takes it: what is on or off has a flag for each."""
+        return f"{self.flag}/--no-{self.flag.removeprefix('--')}" if self.type is bool else self.flag
+
 
 def _default(section: str, name: str) -> Any:
     return next(each.default for each in fields(SECTIONS[section][0]) if each.name == name)
@@ -62,11 +67,13 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("cache", "block_size", int, "Tokens per KV block."),
     _mib("cache", "kv_cache_nbytes", "--kv-cache-mib", "Memory for KV blocks of one worker, in MiB."),
     _setting("cache", "num_kv_blocks", int | None, "KV blocks of one worker; overrides --kv-cache-mib."),
+    _setting("cache", "enable_prefix_caching", bool, "Keep KV blocks for later prompts that begin alike."),
     _setting("cache", "encoder_cache_rows", int, "Embedding rows that one worker's encoder cache holds."),
     _setting("scheduler", "max_num_batched_tokens", int, "Tokens of one step, over all requests (chunk size of prefill)."),
     _setting("scheduler", "max_num_seqs", int, "Requests that one worker runs at once."),
     _setting("scheduler", "max_encoder_rows", int, "Rows that the tower may produce in one step."),
     _setting("scheduler", "max_num_waiting", int, "Requests that may wait in one worker before new ones are refused."),
+    _setting("scheduler", "priority_aging_s", float, "Seconds that a level of priority is worth: who waits longer goes first."),
     _setting("connector", "data_plane", str, "How embeddings and KV blocks move: shm (same host) or file."),
     _setting("connector", "data_plane_path", Path | None, "Directory of the file data plane."),
     _setting("connector", "ec_connector", str, "How embeddings move: data-plane, file, or one that an installed package adds."),

@@ -159,7 +159,13 @@ class ChatService:
         )
         sampling.check()
         return GenerateJob(
-            f"req-{uuid4().hex}", prompt.token_ids, sampling, prompt.items, dict(prompt.media), priority=chat.priority
+            f"req-{uuid4().hex}",
+            prompt.token_ids,
+            sampling,
+            prompt.items,
+            dict(prompt.media),
+            priority=chat.priority,
+            cache_salt=chat.cache_salt,
         )
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:

@@ -14,7 +14,18 @@ from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from triptych.config import Stage
-from triptych.engine.events import ECLoaded, ECNeeded, Failed, Finished, GenerateEvent, HandedOver, NewTokens
+from triptych.engine.events import (
+    ECLoaded,
+    ECNeeded,
+    Failed,
+    Finished,
+    GenerateEvent,
+    HandedOver,
+    KVPublished,
+    NewTokens,
+    PrefixHit,
+    PromptLogprobs,
+)
 from triptych.errors import (
     DeadlineError,
     FailureReason,
@@ -224,6 +235,8 @@ class Pipeline:
                         feed.need(event.key, event.reason)
                     case ECLoaded():
                         feed.arrived(event.key, worker)
+                    case PrefixHit() | PromptLogprobs() | KVPublished():
+                        pass
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
@@ -274,7 +287,9 @@ class Pipeline:
                         return event.reason
                     case Failed():
                         raise _judge(event, worker, Stage.DECODE)
-                    case ECNeeded() | ECLoaded() | HandedOver():
+                    case PrefixHit():
+                        pass
+                    case ECNeeded() | ECLoaded() | PromptLogprobs() | KVPublished() | HandedOver():
                         raise InternalError(f"worker {worker.id} answered a decode with {type(event).__name__}.")
         raise _silent(worker)
 
@@ -314,6 +329,8 @@ def _make_message(request: RunningRequest, ec: ECTransferParams, kv: KVTransferP
         ec_transfer_params=ec,
         kv_transfer_params=kv,
         priority=job.priority,
+        age_s=request.stopwatch.elapsed_s,
+        cache_salt=job.cache_salt,
     )
 
 

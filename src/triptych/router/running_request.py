@@ -21,6 +21,7 @@ class GenerateJob:
     items: tuple[MediaItem, ...] = ()
     media: dict[str, bytes] = field(default_factory=dict[str, bytes])
     priority: int = 0
+    cache_salt: str = ""
 
 
 class RunningRequest:

@@ -75,7 +75,9 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
     sampling_params: SamplingParams
     ec_transfer_params: ECTransferParams = ECTransferParams()
     kv_transfer_params: KVTransferParams = KVTransferParams()
-    priority: int = 0
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
+    age_s: Annotated[float, Meta(ge=0)] = 0.0  # how long it was under way before it came here
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""  # requests with different salts share no KV blocks
 
     def to_spec(self) -> RequestSpec:
         """Without the tickets, which are announced one by one."""
@@ -88,6 +90,8 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
             hands_over=self.kv_transfer_params.do_remote_decode,
             kv_ticket=self.kv_transfer_params.ticket,
             priority=self.priority,
+            age_s=self.age_s,
+            cache_salt=self.cache_salt,
         )
 
 

@@ -9,7 +9,7 @@ from every_sequence import follow_every_sequence
 
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.encode_scheduler import EncodeScheduler
-from triptych.engine.encoder_cache_manager import LAST, LEASE, EncoderCacheManager, EntryState
+from triptych.engine.encoder_cache_manager import LAST, LEASE, EncoderCacheManager, EntryState, Rank
 from triptych.engine.events import Encoded, EncodeEvent, EncodeFailed, PreparationNeeded
 from triptych.engine.producer_item import ProducerItems
 from triptych.errors import FailureReason
@@ -83,7 +83,7 @@ class Encoder:
         self.scheduler.check_invariants()
 
 
-def everybody_last(_: str) -> tuple[int, ...]:
+def everybody_last(_: str) -> Rank:
     return LAST
 
 

@@ -133,7 +133,7 @@ def test_what_an_entrys_state_does_not_allow_raises():
 
 
 def test_pins_can_be_counted_while_another_thread_takes_an_entry_away():
-    class Pins(dict[str, tuple[int, ...]]):
+    class Pins(dict[str, Rank]):
         def __bool__(self) -> bool:  # stands for the engine thread, in the middle of the count
             cache.discard("b")
             return True

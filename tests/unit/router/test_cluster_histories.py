@@ -93,7 +93,7 @@ class History:
         )
         scheduler = SchedulerConfig(
             max_num_batched_tokens=rng.choice((5, 16, 64)),
-            max_num_seqs=rng.choice((2, 8)),
+            max_num_seqs=rng.choice((2, 5)),
             max_encoder_rows=rng.choice((8, 32)),
             max_num_waiting=1024 if self.is_roomy else rng.choice((1024, 1024, 1)),
         )
