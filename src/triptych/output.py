@@ -167,7 +167,7 @@ class SchedulerOutput:
     # where each item lies which a window of this step reads: key -> pages
     item_pages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     freed_pages: tuple[int, ...] = ()  # encoder-cache pages whose content is given up: recycle before anything is written
-    freed_block_ids: tuple[int, ...] = ()  # published KV blocks given up: recycle likewise
+    freed_block_ids: tuple[int, ...] = ()  # published KV blocks that get another content: recycle likewise
     finished_request_ids: tuple[str, ...] = ()  # the runner forgets them
     ec_connector_metadata: ECConnectorMetadata = ECConnectorMetadata()
     kv_connector_metadata: KVConnectorMetadata = KVConnectorMetadata()

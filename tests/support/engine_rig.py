@@ -70,9 +70,24 @@ class Engine:
         *,
         hands_over: bool = False,
         stops: tuple[int, ...] = (),
+        priority: int = 0,
+        age_s: float = 0.0,
+        cache_salt: str = "",
+        sampling: SamplingParams | None = None,
     ) -> None:
-        sampling = SamplingParams(max_tokens=n, temperature=0.0, stop_token_ids=stops)
-        self.core.add_request(RequestSpec(request_id, tuple(tokens), len(tokens), sampling, items, hands_over))
+        sampling = sampling or SamplingParams(max_tokens=n, temperature=0.0, stop_token_ids=stops)
+        spec = RequestSpec(
+            request_id,
+            tuple(tokens),
+            len(tokens),
+            sampling,
+            items,
+            hands_over,
+            priority=priority,
+            age_s=age_s,
+            cache_salt=cache_salt,
+        )
+        self.core.add_request(spec)
 
     def encode(self, encode_id: str, item: MediaItem, will_stay: bool = False) -> None:
         self.core.add_encode(EncodeSpec(encode_id, item.key, item.modality, item.num_rows, item.grid, will_stay))
@@ -103,12 +118,19 @@ def make_engine(
     lease_s: float = 30.0,
     worker_id: str = "",
     clock: TurnedClock | None = None,
+    prefix_caching: bool = True,
 ) -> Engine:
     config = EngineConfig(
         model=MODEL,
         role=Role.parse(role),
         is_alone=is_alone,
-        cache=CacheConfig(block_size=block_size, num_kv_blocks=num_kv_blocks, encoder_cache_rows=encoder_rows, rows_per_page=4),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            enable_prefix_caching=prefix_caching,
+            encoder_cache_rows=encoder_rows,
+            rows_per_page=4,
+        ),
         scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=min(max_num_seqs, chunk), max_encoder_rows=32),
         connector=ConnectorConfig(ec_timeout_s=10.0, kv_timeout_s=10.0, ec_lease_s=lease_s, kv_lease_s=lease_s),
     )

@@ -155,7 +155,14 @@ class ArithmeticRunner:
         self.encoded_keys: list[str] = []
         self.held: set[str] = set()
         self.script: tuple[int, ...] = ()
+        self._published_blocks: dict[str, tuple[int, ...]] = {}  # by request id
         fabric.runners[worker_id] = self
+
+    def lose_kv(self, request_id: str) -> None:
+        """Whoever reads the request's published blocks from now on finds them stale. What they hold here stays as it is."""
+        generations = self.memories["kv"].generations
+        for block in self._published_blocks.get(request_id, ()):
+            generations[block] = generations.get(block, 0) + 1
 
     def execute_model(self, scheduler_output: SchedulerOutput, /) -> ModelRunnerOutput:
         output = scheduler_output
@@ -269,6 +276,7 @@ class ArithmeticRunner:
         for save in kv.saves:
             if save.request_id in result.stalled_requests:
                 continue
+            self._published_blocks[save.request_id] = save.block_ids
             data = self.memories["kv"].ticket(self._worker_id, "kv", save.block_ids, kv.lease_s)
             kv_output.published[save.request_id] = KVTicket(
                 save.request_id, save.num_tokens, config.cache.block_size, config.kv_block_nbytes, config.model.dtype, data

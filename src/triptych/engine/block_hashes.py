@@ -14,14 +14,12 @@ from blake3 import blake3
 
 from triptych.media.item import MediaItem
 
-HASH_NBYTES = 32
-
 
 class BlockHashes:
     """Of one request's full blocks, in order; they grow with its tokens."""
 
     def __init__(self, block_size: int, items: Sequence[MediaItem], cache_salt: str = "") -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._root = blake3(b"triptych kv block\0" + cache_salt.encode()).digest()
         # (first token, number of tokens, key, row of the first token), ascending
         self._runs = sorted(run for item in items for run in _runs_of(item))
@@ -30,11 +28,11 @@ class BlockHashes:
 
     def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
         """The hashes of all full blocks of `token_ids`, which begin with what was given before."""
-        for index in range(len(self._hashes), len(token_ids) // self._block_size):
-            start = index * self._block_size
+        for index in range(len(self._hashes), len(token_ids) // self.block_size):
+            start = index * self.block_size
             parent = self._hashes[-1] if self._hashes else self._root
-            digest = blake3(parent + array("q", token_ids[start : start + self._block_size]).tobytes())
-            for offset, row, length, key in self._rows_within(start, start + self._block_size):
+            digest = blake3(parent + array("q", token_ids[start : start + self.block_size]).tobytes())
+            for offset, row, length, key in self._rows_within(start, start + self.block_size):
                 digest.update(array("q", (offset, row, length)).tobytes() + bytes.fromhex(key))
             self._hashes.append(digest.digest())
         return self._hashes
@@ -47,6 +45,16 @@ class BlockHashes:
             low, high = max(first, start), min(first + length, end)
             if low < high:
                 yield low - start, row + low - first, high - low, key
+
+
+class NoBlockHashes(BlockHashes):
+    """Prefix caching is off: no block is ever known by what it holds."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def extend(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        return ()
 
 
 def _runs_of(item: MediaItem) -> Iterator[tuple[int, int, str, int]]:

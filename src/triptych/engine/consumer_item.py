@@ -122,12 +122,13 @@ class ConsumerItems:
         item.waiters[request_id] = Waiter(rank, media.num_rows, now + self._timeout_s if waiter is None else waiter.deadline)
         return waiter is None and item.ticket is None
 
-    def leave(self, request_id: str) -> None:
-        for item in list(self._items.values()):
-            if item.waiters.pop(request_id, None) is None or item.waiters:
-                continue
-            if item.state in (ItemState.REQUESTED, ItemState.ARRIVED):
-                del self._items[item.key]
+    def leave(self, request_id: str, key: str) -> None:
+        """The request does not wait for the item (any more). Idempotent."""
+        item = self._items.get(key)
+        if item is None or item.waiters.pop(request_id, None) is None or item.waiters:
+            return
+        if item.state in (ItemState.REQUESTED, ItemState.ARRIVED):
+            del self._items[key]
 
     def announce(self, ticket: ECTicket, now: float) -> None:
         """A ticket for an item that is not resident. As long as nobody waits for it, the latest counts."""

@@ -9,9 +9,10 @@ from triptych.engine.admission import check_encode, check_request
 from triptych.engine.counters import EngineCounters
 from triptych.engine.encode_queue import EncodeSpec
 from triptych.engine.events import EncodeFailed, EngineEvent, Failed
+from triptych.engine.progress_watch import ProgressWatch, describe
 from triptych.engine.request import RequestSpec
 from triptych.engine.scheduler import Scheduler
-from triptych.errors import FailureReason, OverloadedError, RequestError, TriptychError
+from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, TriptychError
 from triptych.output import ECTicket, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class EngineCore:
         self._runner = runner
         self._clock = clock
         self._refusals: list[EngineEvent] = []
+        self._watch = ProgressWatch(config.num_kv_blocks * config.cache.block_size)
         self.scheduler = Scheduler(config, clock, has_atomic_items)
         self.counters = EngineCounters()
 
@@ -76,7 +78,28 @@ class EngineCore:
         has_moved = output.num_scheduled_tokens or output.encodes or events or _has_transferred(result)
         has_new_wait = self.scheduler.num_item_waits > num_waits  # without an event: the ticket is here, the next step loads it
         # What the connectors found out in a step that failed is reported by the next.
-        return events, bool(has_moved or has_new_wait or has_failed)
+        has_moved = bool(has_moved or has_new_wait or has_failed)
+        events += self._end_what_is_stuck(output, has_moved)
+        return events, has_moved
+
+    def _end_what_is_stuck(self, output: SchedulerOutput, has_moved: bool) -> list[EngineEvent]:
+        """A bug must not leave requests waiting for ever: when passes lead nowhere, the first in line ends with an error, and others go on."""
+        scheduler = self.scheduler
+        problem = self._watch.observe(
+            scheduler.num_advanced,
+            sum(output.num_scheduled_tokens.values()),
+            has_requests=scheduler.num_requests > 0,
+            has_moved=has_moved,
+            may_sleep=scheduler.may_sleep,
+        )
+        if not problem:
+            return []
+        line = scheduler.line()
+        logger.error("no progress: %s. In line: %s", problem, describe(line))
+        scheduler.fail_request(
+            line[0].request_id, f"the scheduler makes no progress: {problem}.", "no_progress", InternalError.status
+        )
+        return scheduler.take_events()
 
     def seconds_to_deadline(self) -> float | None:
         deadline = self.scheduler.next_deadline()

@@ -65,18 +65,19 @@ class ItemSupply:
         return planned.num_rows.get(item.key) == item.num_rows or self.cache.holds(item.key, item.num_rows)
 
     def give_up_computed(self, request: Request, before: list[MediaItem]) -> None:
-        """The request has computed on; `before`, these were still pending."""
+        """The request has computed on, or found what it need not compute; `before`, these were still pending."""
         still_needed = request.needed_items()
         for key in dict.fromkeys(item.key for item in before):
             if key not in still_needed:
                 self.cache.unpin(key, request.request_id)
+                self.wanted.leave(request.request_id, key)
             elif self.cache.is_resident(key):  # the same picture further on: its place in line is now that of the next use
                 self.cache.pin(key, request.request_id, request.rank_of(still_needed[key]))
 
     def give_up_all(self, request: Request) -> None:
-        self.wanted.leave(request.request_id)
         for item in request.items:
             self.cache.unpin(item.key, request.request_id)
+            self.wanted.leave(request.request_id, item.key)
 
     def lacks(self, request_id: str, key: str) -> bool:
         """Whether the request waits for the item and no ticket is here, be it one that somebody else asked for."""

@@ -22,6 +22,11 @@ class KVConnectorScheduler:
         """Whether a copy under this id has not ended, be it for a request that has left."""
         return False
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether any copy has not ended."""
+        return False
+
     def start_load(self, request_id: str, ticket: KVTicket, block_ids: tuple[int, ...]) -> None:
         raise AssertionError("a KV ticket reached a worker whose KV connector is off")
 
@@ -72,6 +77,10 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
 
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._in_flight
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self._in_flight)
 
     @property
     def num_leases(self) -> int:

@@ -22,7 +22,6 @@ class KVSupply:
         self._timeout_s = config.connector.kv_timeout_s
         self._kv = kv
         self._connector = get_kv_connector_scheduler(config, clock)
-        self._freed_block_ids: list[int] = []  # published blocks given up: to be recycled in the next step
 
     @property
     def num_leases(self) -> int:
@@ -31,6 +30,10 @@ class KVSupply:
     @property
     def num_leases_expired(self) -> int:
         return self._connector.num_leases_expired
+
+    @property
+    def is_copying(self) -> bool:
+        return self._connector.is_copying
 
     # --- taken from others ------------------------------------------------------------------------------------------
 
@@ -82,7 +85,7 @@ class KVSupply:
             self._kv.give_up(request.request_id)
 
     def expire(self, requests: Iterable[Request], now: float) -> list[EngineEvent]:
-        self._reclaim(self._connector.expire())
+        self._kv.reclaim(self._connector.expire())
         message = f"the KV blocks did not arrive within {self._timeout_s:g} s."
         late = [request for request in requests if request.awaits_kv and request.kv_deadline <= now]
         return [Failed(each.request_id, message, "kv_unavailable", 503, FailureReason.TIMEOUT) for each in late]
@@ -91,31 +94,23 @@ class KVSupply:
 
     def save(self, request: Request) -> None:
         """This step computes the last token of its prompt: publish its blocks."""
-        request_id = request.request_id
-        self._connector.save(request_id, len(request.token_ids), self._kv.block_ids(request_id))
+        block_ids = self._kv.block_ids(request.request_id)
+        self._kv.mark_published(block_ids)
+        self._connector.save(request.request_id, len(request.token_ids), block_ids)
 
     def keep(self, request_id: str) -> None:
         """The request's blocks were published: they are kept under a lease, and not the request's any more."""
-        self._reclaim(self._connector.keep(request_id, self._kv.give_up(request_id)))
+        self._kv.reclaim(self._connector.keep(request_id, self._kv.give_up(request_id)))
 
     def release(self, request_id: str) -> None:
         """Nobody needs what was published for the request. Idempotent."""
-        self._reclaim(self._connector.release(request_id))
+        self._kv.reclaim(self._connector.release(request_id))
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def plan(self) -> KVConnectorMetadata:
         return self._connector.plan()
 
-    def take_freed_block_ids(self) -> tuple[int, ...]:
-        """Published blocks given up since the last call: their readers must notice before they are written again."""
-        freed, self._freed_block_ids = tuple(self._freed_block_ids), []
-        return freed
-
     def next_deadline(self, requests: Iterable[Request]) -> float | None:
         deadlines = [self._connector.next_deadline(), *(each.kv_deadline for each in requests if each.awaits_kv)]
         return min((each for each in deadlines if each is not None), default=None)
-
-    def _reclaim(self, block_ids: tuple[int, ...]) -> None:
-        self._kv.reclaim(block_ids)
-        self._freed_block_ids.extend(block_ids)

@@ -3,9 +3,11 @@
 WAITING -> RUNNING -> FINISHED;  with a KV ticket WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from triptych.engine.block_hashes import BlockHashes
 from triptych.engine.encoder_cache_manager import Rank
 from triptych.engine.events import StageTimings
 from triptych.media.item import MediaItem
@@ -106,7 +108,11 @@ class RequestSpec:
 
 @dataclass(slots=True)
 class Request:
-    """Owned by the scheduler. `token_ids` grows by one with each sampled token; `num_computed_tokens` counts those whose KV is there."""
+    """Owned by the scheduler. `token_ids` grows by one with each sampled token.
+
+    `num_computed_tokens` counts those whose KV is there: in the request's own blocks while it runs; while it waits, in blocks of the prefix
+    cache, as it was when the request was looked at last.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -118,7 +124,10 @@ class Request:
     hands_over: bool
     kv_ticket: KVTicket | None
     kv_deadline: float
+    block_hashes: BlockHashes
     num_computed_tokens: int = 0
+    max_computed_tokens: int = 0  # the most that `num_computed_tokens` ever was
+    num_cached_tokens: int = 0  # that the router was told last
     is_known_to_runner: bool = False
     status: RequestStatus = RequestStatus.WAITING
 
@@ -133,6 +142,14 @@ class Request:
     @property
     def awaits_kv(self) -> bool:
         return self.kv_ticket is not None and self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+
+    @property
+    def findable_hashes(self) -> Sequence[bytes]:
+        """Of the blocks that may be taken from the prefix cache. One token is left to compute, since its logits are wanted; all of them, if
+        the log-probabilities of the prompt are."""
+        if self.sampling.prompt_logprobs is not None:
+            return ()
+        return self.block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // self.block_hashes.block_size]
 
     def rank_of(self, item: MediaItem) -> Rank:
         return (*self.rank, item.start)

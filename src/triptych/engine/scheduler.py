@@ -3,12 +3,12 @@
 A request runs when its next token may be computed: its blocks are there, and no placeholder of the window belongs to an item that is
 neither resident, nor encoded in this step, nor loaded in this step. So the runner never meets a missing embedding.
 
-Requests that decode come first, then prompts in the order of (priority, arrival); a request that waits for an item lets others pass, one that
-waits for blocks does not. When a running request gets no block, the last in line gives up its own and starts again later.
+Requests that decode come first, then prompts by rank; a request that waits for an item lets others pass, one that waits for blocks does not.
+When a running request gets no block, the last in line gives up its own and starts again later. See docs/scheduler.md.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 from triptych.config import EngineConfig, Stage
@@ -17,6 +17,7 @@ from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, Ne
 from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_supply import KVSupply
+from triptych.engine.prefix_cache import PrefixCache
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
 from triptych.errors import FailureReason
@@ -42,6 +43,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []
         self.kv = KVCacheManager(config.num_kv_blocks, config.cache.block_size)
+        self.prefixes = PrefixCache(config, self.kv)
         self._items = ItemSupply(config, clock)
         self.cache = self._items.cache
         self._kv_supply = KVSupply(config, clock, self.kv)
@@ -49,6 +51,7 @@ class Scheduler:
         self._forgotten: list[str] = []  # the runner drops them in the next step
         self._arrivals = count()
         self.num_preempted = 0
+        self.num_advanced = 0  # tokens computed further than their request had ever been, and requests that ended
 
     # --- calls from outside -----------------------------------------------------------------------------------------
 
@@ -66,10 +69,14 @@ class Scheduler:
             hands_over=spec.hands_over,
             kv_ticket=spec.kv_ticket,
             kv_deadline=now + self._config.connector.kv_timeout_s,
+            block_hashes=self.prefixes.block_hashes(spec),
         )
         self._requests[spec.request_id] = request
         insort(self._waiting, request, key=lambda each: each.rank)
         if request.kv_ticket is None:
+            self.prefixes.look_up(request)
+            if len(request.pending_items()) < len(request.items):
+                self._events += self.prefixes.tell(request)
             self._secure_all(request, FailureReason.MISSING, now)
 
     def add_encode(self, spec: EncodeSpec) -> None:
@@ -150,6 +157,14 @@ class Scheduler:
     # --- state for the loop, the metrics and the tests ----------------------------------------------------------------
 
     @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def line(self) -> list[Request]:
+        """All requests, first in line first."""
+        return sorted(self._requests.values(), key=lambda each: each.rank)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -181,17 +196,26 @@ class Scheduler:
         deadlines = [self._items.next_deadline(), self._kv_supply.next_deadline(self._requests.values())]
         return min((each for each in deadlines if each is not None), default=None)
 
+    @property
+    def may_sleep(self) -> bool:
+        """Whether something that is under way will give reason for another step."""
+        return self._kv_supply.is_copying or self.next_deadline() is not None
+
     def check_invariants(self) -> None:
-        self.kv.check_invariants()
+        self.kv.check_invariants({each.request_id: each.num_computed_tokens for each in self._running})
         self._items.check_invariants(self._requests)
         assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
         for request in self._requests.values():
             if request.status == RequestStatus.WAITING:
-                assert request.num_computed_tokens == 0, "a waiting request has computed tokens"
+                assert not self.kv.block_ids(request.request_id), "a waiting request has blocks"
 
     @property
     def _num_loading(self) -> int:
         return sum(1 for request in self._requests.values() if request.status == RequestStatus.LOADING_KV)
+
+    @property
+    def _max_running(self) -> int:
+        return self._config.scheduler.max_num_seqs - self._num_loading  # what loads now runs soon
 
     @property
     def _last_in_line(self) -> Request:
@@ -211,21 +235,24 @@ class Scheduler:
                 self._add_window(request, num_tokens, plan, now)
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
-        max_running = self._config.scheduler.max_num_seqs - self._num_loading  # what loads now runs soon
         for request in list(self._waiting):
-            if plan.budget <= 0 or len(self._running) >= max_running:
+            if plan.budget <= 0 or len(self._running) >= self._max_running:
                 return
             if request.kv_ticket is not None:
+                continue
+            self._look_up_prefix(request, now)
+            if self.prefixes.is_computed_by_another(request, self._running, plan):
                 continue
             num_tokens = self._window(request, plan, now)
             if num_tokens and not self._start(request, num_tokens, plan, now):
                 return
 
     def _start(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> bool:
-        new = self.kv.allocate(request.request_id, num_tokens)
-        if new is None:
+        is_first_start = request.timeline.started_at is None
+        if not self.prefixes.start(request, num_tokens):
             return False
-        plan.new_block_ids[request.request_id] = new
+        if is_first_start:
+            self._events += self.prefixes.tell(request)
         self._waiting.remove(request)
         self._running.append(request)
         request.change_status(RequestStatus.RUNNING)
@@ -245,15 +272,29 @@ class Scheduler:
         for request in list(self._waiting):
             if request.kv_ticket is not None or not self._may_displace(request, plan):
                 continue
+            self._look_up_prefix(request, now)
             num_tokens = self._window(request, plan, now)
-            while num_tokens and self._may_displace(request, plan):
-                self._preempt(self._last_in_line, plan)
-                if self._start(request, num_tokens, plan, now):
-                    return
+            if num_tokens and self._make_room(request, num_tokens, plan) and self._start(request, num_tokens, plan, now):
+                return
+
+    def _look_up_prefix(self, request: Request, now: float) -> None:
+        """Blocks may have gone since the last look, or come: what the request needs of items changes with them."""
+        before = request.pending_items()
+        if self.prefixes.look_up(request):
+            self._items.give_up_computed(request, before)
+            self._secure_all(request, FailureReason.EVICTED, now)
 
     def _may_displace(self, request: Request, plan: StepPlan) -> bool:
-        needs_no_item = all(self._items.has(item, plan.items) for item in request.pending_items())
-        return bool(self._running) and (needs_no_item or request.rank < self._last_in_line.rank)
+        return bool(self._running) and (self._could_end(request, plan) or request.rank < self._last_in_line.rank)
+
+    def _could_end(self, request: Request, plan: StepPlan) -> bool:
+        """If the others gave up their blocks: it needs no item, and what leases hold leaves it enough."""
+        has_items = all(self._items.has(item, plan.items) for item in request.pending_items())
+        return has_items and self._fits(request, len(request.token_ids) + 1, self._running)
+
+    def _fits(self, request: Request, num_tokens: int, without: Iterable[Request]) -> bool:
+        ids = [each.request_id for each in without if each is not request]
+        return self.kv.would_fit(request.request_id, request.findable_hashes, num_tokens, ids)
 
     def _window(self, request: Request, plan: StepPlan, now: float) -> int:
         """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""
@@ -287,20 +328,40 @@ class Scheduler:
         request.timeline.start(now)
         plan.windows[request.request_id] = num_tokens
         plan.budget -= num_tokens
+        if num_tokens > 1 or request.num_generated_tokens == 0:
+            self.prefixes.note_window(request, num_tokens, plan)
         for item in request.pending_items():
             if request.next_row_of(item) < start + num_tokens:
                 plan.item_pages[item.key] = self.cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        while True:
+        new = self.kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
+        if new is None:
+            if not self._make_room(request, num_tokens, plan):
+                return False  # it keeps what it has, which whoever is before it can take
             new = self.kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
-            if new is not None:
-                plan.new_block_ids[request.request_id] = new
-                return True
-            victim = self._last_in_line
-            self._preempt(victim, plan)
+        assert new is not None, "there was no room where room was made"
+        plan.new_block_ids[request.request_id] = new
+        return True
+
+    def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Preempt who is behind the request, the last in line first, and no more than that takes; nobody, if it would not be enough. A request
+        that could end takes from those before it, too, while nobody else goes on: they all wait for items."""
+        may_pass = not plan.windows and self._could_end(request, plan)
+        victims: list[Request] = []
+        for victim in sorted(self._running, key=lambda each: each.rank, reverse=True):
             if victim is request:
+                continue
+            if victim.rank < request.rank and not may_pass:
                 return False
+            victims.append(victim)
+            if len(self._running) - len(victims) < self._max_running and self._fits(
+                request, request.num_computed_tokens + num_tokens, victims
+            ):
+                for each in victims:
+                    self._preempt(each, plan)
+                return True
+        return False
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.budget += plan.windows.pop(request.request_id, 0)
@@ -312,7 +373,7 @@ class Scheduler:
         self.num_preempted += 1
         self._running.remove(request)
         self.kv.free(request.request_id)
-        request.num_computed_tokens = 0
+        self.prefixes.look_up(request)
         request.kv_ticket = None
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.WAITING)
@@ -342,7 +403,10 @@ class Scheduler:
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
         request.num_computed_tokens += num_tokens
+        self.num_advanced += max(0, request.num_computed_tokens - request.max_computed_tokens)
+        request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
         self._items.give_up_computed(request, before)
+        self.prefixes.enter(request)
 
     def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
@@ -382,6 +446,7 @@ class Scheduler:
         self._items.give_up_all(request)
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.FINISHED)
+        self.num_advanced += 1
         del self._requests[request.request_id]
 
     def _make_unknown_to_runner(self, request: Request) -> None:
@@ -416,7 +481,7 @@ class Scheduler:
             encodes=plan.items.encodes.inputs,
             item_pages=plan.item_pages,
             freed_pages=self.cache.take_freed_pages(),
-            freed_block_ids=self._kv_supply.take_freed_block_ids(),
+            freed_block_ids=self.kv.take_recycled(),
             finished_request_ids=forgotten,
             ec_connector_metadata=self._items.ec.metadata(plan.loads_with_need(), plan.items.encodes),
             kv_connector_metadata=self._kv_supply.plan(),

@@ -129,6 +129,7 @@ class FakeWorkerClient(WorkerClient):
         cache = self.core.scheduler.cache
         if cache.is_resident(name):
             cache.discard(name)
+        self.runner.lose_kv(name)
         self._submit(lambda core: core.scheduler.release(name))
 
     # --- WorkerClient

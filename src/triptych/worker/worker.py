@@ -203,6 +203,8 @@ class Worker:
             **asdict(self._core.counters),
             "encoder_cache_evictions": scheduler.cache.num_evicted,
             "preemptions": scheduler.num_preempted,
+            "prefix_cache_queries": scheduler.prefixes.num_tokens_asked,
+            "prefix_cache_hits": scheduler.prefixes.num_tokens_found,
             "item_waits_expired": scheduler.num_item_waits_expired,
             "leases_expired": scheduler.num_leases_expired,
         }

@@ -97,18 +97,18 @@ def test_an_item_leaves_with_its_last_waiter():
     table = ConsumerItems(TIMEOUT_S)
     table.want(CAT, "a", (0, 0), now=0.0)
     table.want(CAT, "b", (0, 1), now=0.0)
-    table.leave("a")
+    table.leave("a", CAT.key)
     assert state_of(table, CAT.key) == ItemState.REQUESTED
-    table.leave("b")
+    table.leave("b", CAT.key)
     assert state_of(table, CAT.key) is None
-    table.leave("b")
+    table.leave("b", CAT.key)
     assert table.num_waits == 0
 
 
 @pytest.mark.parametrize("ends_well", (True, False))
 def test_an_item_whose_copy_runs_is_remembered_though_nobody_waits_any_more(ends_well: bool):
     table = loading_for("r")
-    table.leave("r")
+    table.leave("r", CAT.key)
     assert state_of(table, CAT.key) == ItemState.LOADING
     table.check_invariants()
     if ends_well:
@@ -225,7 +225,7 @@ def test_only_those_who_expect_another_size_than_the_ticket_has_are_misfits():
 
 EVENTS: dict[str, Callable[[ConsumerItems], object]] = {
     "want": lambda table: table.want(CAT, "new", (0, 9), 4.0),
-    "last waiter leaves": lambda table: table.leave("r"),
+    "last waiter leaves": lambda table: table.leave("r", CAT.key),
     "announce": lambda table: table.announce(ticket_for(CAT.key, producer="e2"), 4.0),
     "start loading": lambda table: table.start_loading(CAT.key),
     "finish": lambda table: table.finish(CAT.key),
@@ -321,10 +321,10 @@ class Waiting:
         assert self.table.want(media, request_id, (0, ord(request_id)), self.now) == must_ask
 
     def leave(self, request_id: str) -> None:
-        for said in self.said.values():
+        for key, said in self.said.items():
             if said.waits.pop(request_id, None) is not None and not said.waits and not said.is_loading:
                 said.tickets = []
-        self.table.leave(request_id)
+            self.table.leave(request_id, key)
 
     def announce(self, key: str, num_rows: int, producer: str) -> None:
         said, ticket = self.said[key], ticket_for(key, num_rows, producer)

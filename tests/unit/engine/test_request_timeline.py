@@ -2,6 +2,7 @@
 
 import pytest
 
+from triptych.engine.block_hashes import NoBlockHashes
 from triptych.engine.events import StageTimings
 from triptych.engine.request import Request, RequestStatus, Timeline
 from triptych.media.item import MediaItem
@@ -58,6 +59,7 @@ def make_request(items: tuple[MediaItem, ...] = ()) -> Request:
         hands_over=False,
         kv_ticket=None,
         kv_deadline=0.0,
+        block_hashes=NoBlockHashes(16),
     )
 
 
