@@ -13,6 +13,12 @@ from triptych.runner.logits_processors import process_logits
 from triptych.runner.request_state import RequestState
 
 VOCAB = 200
+IDS: Any = torch.tensor([[1]])  # of `transformers`' own annotations, few hold
+
+
+def bias_processor(bias: dict[int, float]) -> Any:
+    sequences: Any = {(token_id,): value for token_id, value in bias.items()}
+    return SequenceBiasLogitsProcessor(sequences)
 
 
 def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
@@ -25,7 +31,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return [rng.randrange(100) for _ in range(count)]
 
 
-def ids_of(request: RequestState) -> torch.Tensor:
+def ids_of(request: RequestState) -> Any:
     return torch.from_numpy(request.token_ids(0, request.num_tokens)).unsqueeze(0)
 
 
@@ -38,7 +44,7 @@ def expected(logits: torch.Tensor, request: RequestState) -> torch.Tensor:
     """[vocabulary]: bias, ban, penalties, in vLLM's order."""
     sampling, ids, scores = request.sampling, ids_of(request), logits.unsqueeze(0).clone()
     if sampling.logit_bias:
-        scores = SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in sampling.logit_bias.items()})(ids, scores)
+        scores = bias_processor(sampling.logit_bias)(ids, scores)
     ban = MinNewTokensLengthLogitsProcessor(request.num_prompt_tokens, sampling.min_tokens, list(sampling.stop_token_ids))
     scores = ban(ids, scores)
     scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
@@ -66,7 +72,7 @@ def test_presence_and_frequency_penalties_are_subtracted_for_the_answers_tokens_
 
 def test_biases_are_added_to_their_tokens() -> None:
     logits, bias = logits_of(1), {0: 5.0, 17: -100.0, VOCAB - 1: 0.25}
-    wanted = SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in bias.items()})(torch.tensor([[1]]), logits)
+    wanted = bias_processor(bias)(IDS, logits)
     assert process_logits(logits, [state_of([1], logit_bias=bias)]).equal(wanted)
 
 

@@ -74,9 +74,10 @@ def test_draws_with_min_p_follow_the_warpers_of_transformers_in_vllms_order(min_
     warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(0.9), MinPLogitsWarper(min_p)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)]
+    ids: Any = torch.tensor([[0]])
     scores: Any = LOGITS.unsqueeze(0)
     for warper in warpers:
-        scores = warper(torch.tensor([[0]]), scores)
+        scores = warper(ids, scores)
     tokens = draw(4000, temperature=0.9, min_p=min_p, top_k=top_k, top_p=top_p)
     assert chi_square(tokens, torch.softmax(scores[0], dim=-1)) < 31.3
 
@@ -132,8 +133,8 @@ def test_in_a_mix_of_all_parameters_each_request_gets_the_tokens_that_it_gets_al
         for row, token in zip(rows, tokens, strict=True):
             assert [token] == sample(logits[step, row : row + 1], [alone[row]])
             together[row].append_token(token.token_id)
-            moved = state_of(prompts[row], together[row].token_ids(len(prompts[row]), together[row].num_tokens), **kinds[row])
-            alone[row] = moved  # rebuilt from its tokens, as after a preemption or on another worker
+            answer = together[row].token_ids(len(prompts[row]), together[row].num_tokens).tolist()
+            alone[row] = state_of(prompts[row], answer, **kinds[row])  # rebuilt, as after a preemption or on another worker
 
 
 def test_the_same_seed_and_position_give_the_same_token_and_others_vary() -> None:
