@@ -69,12 +69,13 @@ def _sealed_fields(ticket: ECTicket | KVTicket) -> tuple[bytes, bytes]:
     return type(ticket).__name__.encode(), msgspec.json.encode(msgspec.structs.replace(ticket, seal=""), order="deterministic")
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithms of the model's own distribution (before temperature and filters)."""
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Natural logarithms of the model's own distribution (before biases, bans, penalties, temperature and filters)."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
+    rank: int = 0  # 1 for the most probable token; 0 where no logprobs were asked for
 
 
 # --- scheduler -> runner -------------------------------------------------------------------------------------------
@@ -209,6 +210,8 @@ class ModelRunnerOutput:
     `failed_requests`, `stalled_requests`, or none (a prompt chunk that was computed)."""
 
     sampled: dict[str, TokenLogprob] = field(default_factory=dict[str, TokenLogprob])
+    # request id -> the prompt's tokens after each position of the window, where they are asked for
+    prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = field(default_factory=dict[str, tuple[TokenLogprob, ...]])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])  # request id -> sentence
     stalled_requests: set[str] = field(default_factory=set[str])  # not computed: an item they need failed to load
     failed_encodes: dict[str, str] = field(default_factory=dict[str, str])  # key -> sentence

@@ -77,13 +77,23 @@ class Oracle:
         return [self.answer(request) for request in mixed_requests()]
 
     @torch.inference_mode()
-    def answer(self, request: MixedRequest) -> Wanted:
+    def prompt_logits(self, wanted: Wanted) -> torch.Tensor:
+        """[prompt tokens, vocabulary], of the whole prompt in one forward."""
+        ids, pixels = torch.tensor([wanted.prompt]), self._pixels(wanted.request)
+        extra = dict(pixels, mm_token_type_ids=(ids == self.pad).long()) if pixels else {}
+        return self.model(input_ids=ids, **extra).logits[0].float()
+
+    def _pixels(self, request: MixedRequest) -> dict[str, Any]:
         images = [Image.open(io.BytesIO(data)) for data in request.pictures]
-        pixels = self.processor(images=images, return_tensors="pt") if images else {}
-        grids = tuple(tuple(grid) for grid in pixels["image_grid_thw"].tolist()) if images else ()
+        return self.processor(images=images, return_tensors="pt") if images else {}
+
+    @torch.inference_mode()
+    def answer(self, request: MixedRequest) -> Wanted:
+        pixels = self._pixels(request)
+        grids = tuple(tuple(grid) for grid in pixels["image_grid_thw"].tolist()) if pixels else ()
         prompt = self._prompt(request, grids)
         ids = torch.tensor([prompt])
-        extra = dict(pixels, mm_token_type_ids=(ids == self.pad).long()) if images else {}
+        extra = dict(pixels, mm_token_type_ids=(ids == self.pad).long()) if pixels else {}
         generate: Any = self.model.generate  # type: ignore[attr-defined]  # the library's own annotations refuse its models
         output = generate(
             input_ids=ids,

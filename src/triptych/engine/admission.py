@@ -9,6 +9,7 @@ from triptych.engine.request import RequestSpec
 from triptych.errors import ContextOverflowError, RequestError
 from triptych.media.item import MediaItem
 from triptych.output import ECTicket, KVTicket, is_genuine
+from triptych.sampling_params import SamplingParams
 from triptych.transfer.ticket import Ticket
 
 MAX_NAMES_LENGTH = 8192  # of all that a ticket calls by name, in characters
@@ -19,6 +20,7 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` with a sentence that says what would be right."""
     check_role(spec, config)
     spec.sampling.check()
+    _check_named_tokens(spec.sampling, config.model.vocab_size)
     if not 0 < spec.num_prompt_tokens <= len(spec.token_ids):
         raise RequestError(f"num_prompt_tokens is {spec.num_prompt_tokens}, but there are {len(spec.token_ids)} token ids.")
     if not all(0 <= token < config.model.vocab_size for token in spec.token_ids):
@@ -92,6 +94,13 @@ def check_kv_ticket(ticket: KVTicket, config: EngineConfig) -> None:
     """The same for KV; whether it suits the request is `check_request`'s business."""
     _check_extent("the KV ticket", ticket.data, (ticket.request_id, ticket.dtype), config.num_kv_blocks)
     _check_seal("the KV ticket", ticket, config)
+
+
+def _check_named_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    for param, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(f"{param} names token {token_id}; the model's tokens are 0 to {vocab_size - 1}.", param=param)
 
 
 def _check_extent(what: str, data: Ticket, names: tuple[str, ...], max_pages: int) -> None:

@@ -8,6 +8,7 @@ is arithmetic over what it reads, which a reader can compute by hand from prompt
     KV              PREFILL * (place + 1) * id            of a prompt token; a placeholder has its row in place of the id
                     DECODE * (place + 1) * id             of a generated token
     next token      FIRST_ID + (sum of the KV + seed) mod PRIME mod SPAN
+    prompt logprob  -(place + id mod 16 / 16)
 
 Each stage has a constant of its own, so that a wrong route, a wrong block, a stale row, or a lost, doubled or moved token changes every later
 token. It does not reproduce time, threads or floating point.
@@ -33,6 +34,7 @@ from triptych.output import (
     SchedulerOutput,
     TokenLogprob,
 )
+from triptych.sampling_params import SamplingParams
 from triptych.transfer.ticket import Ticket
 
 ENCODE, PREFILL, DECODE = 3, 5, 7
@@ -74,6 +76,11 @@ def expected_tokens(token_ids: Sequence[int], items: Sequence[MediaItem], count:
         tokens.append(_next_token(kv, seed))
         kv += DECODE * (place + 1) * tokens[-1]
     return tokens
+
+
+def expected_prompt_logprob(place: int, token_id: int, num_alternatives: int) -> TokenLogprob:
+    logprob = -(place + token_id % 16 / 16)
+    return TokenLogprob(token_id, logprob, ((token_id, logprob), SECOND_BEST)[:num_alternatives], rank=1)
 
 
 def _next_token(kv: int, seed: int) -> int:
@@ -133,7 +140,7 @@ class Memory:
 class ArithmeticRequest:
     token_ids: list[int]
     num_prompt_tokens: int
-    seed: int
+    sampling: SamplingParams
     items: tuple[MediaItem, ...]
     block_ids: list[int]
     num_computed: int
@@ -194,7 +201,7 @@ class ArithmeticRunner:
         self._requests[new.request_id] = ArithmeticRequest(
             token_ids=list(new.token_ids),
             num_prompt_tokens=new.num_prompt_tokens,
-            seed=new.sampling.seed,
+            sampling=new.sampling,
             items=new.items,
             block_ids=list(new.block_ids),
             num_computed=new.num_computed_tokens,
@@ -249,13 +256,21 @@ class ArithmeticRunner:
         for place in range(request.num_computed, end):
             constant = PREFILL if place < request.num_prompt_tokens else DECODE
             memory.write(request.block_ids, block_size, place, constant * (place + 1) * self._value_at(request, place, output))
+        self._report_prompt(request_id, request, end, result)
         request.num_computed = end
         if end == len(request.token_ids):
             index = end - request.num_prompt_tokens
             kv = sum(memory.read(request.block_ids, block_size, place) for place in range(end))
-            token = self.script[index] if index < len(self.script) else _next_token(kv, request.seed)
+            token = self.script[index] if index < len(self.script) else _next_token(kv, request.sampling.seed)
             request.token_ids.append(token)
-            result.sampled[request_id] = TokenLogprob(token, LOGPROB, ((token, LOGPROB), SECOND_BEST))
+            result.sampled[request_id] = TokenLogprob(token, LOGPROB, ((token, LOGPROB), SECOND_BEST), rank=1)
+
+    def _report_prompt(self, request_id: str, request: ArithmeticRequest, end: int, result: ModelRunnerOutput) -> None:
+        num_alternatives = request.sampling.prompt_logprobs
+        places = range(request.num_computed + 1, min(end + 1, request.num_prompt_tokens))
+        if num_alternatives is not None and places and len(request.token_ids) == request.num_prompt_tokens:
+            tokens = (expected_prompt_logprob(place, request.token_ids[place], num_alternatives) for place in places)
+            result.prompt_logprobs[request_id] = tuple(tokens)
 
     def _value_at(self, request: ArithmeticRequest, place: int, output: SchedulerOutput) -> int:
         for item in request.items:

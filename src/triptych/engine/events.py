@@ -54,7 +54,8 @@ class PrefixHit(Event, frozen=True, tag="prefix_hit"):
 
 
 class PromptLogprobs(Event, frozen=True, tag="prompt_logprobs"):
-    """Of the prompt's tokens from number `start` on, each given those before it; the first token of a prompt has none."""
+    """Of the prompt's tokens from number `start` on, each given those before it; the first token of a prompt has none. All have come before the
+    answer's first token; some come again when a prompt is computed anew, so that a reader keeps them by their number."""
 
     start: int
     tokens: tuple[TokenLogprob, ...]

@@ -13,7 +13,7 @@ from itertools import count
 
 from triptych.config import EngineConfig, Stage
 from triptych.engine.encode_queue import EncodeSpec
-from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens, PromptLogprobs
 from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_supply import KVSupply
@@ -136,6 +136,9 @@ class Scheduler:
             if request_id in result.failed_requests:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
             elif request_id not in result.stalled_requests:
+                if request_id in result.prompt_logprobs:
+                    first = request.num_computed_tokens + 1  # each position tells of the token after it
+                    self._events.append(PromptLogprobs(request_id, first, result.prompt_logprobs[request_id]))
                 self._advance(request, num_tokens)
                 if request_id in result.sampled:
                     self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)

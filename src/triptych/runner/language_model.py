@@ -66,10 +66,14 @@ class LanguageModel:
             self._model, embeddings.unsqueeze(0), batch.positions.unsqueeze(1), step=batch.attention, **extra
         )
 
-    def logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
+    def sampled_logits(self, hidden: Tensor, batch: InputBatch) -> Tensor:
         """[R, vocabulary], for the windows that are sampled, in batch order."""
         if len(batch.sample_index) < len(hidden):
             hidden = hidden.index_select(0, batch.sample_index)
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to [n, vocabulary]."""
         return self._adapter.logits(self._model, hidden)
 
     def no_rows(self) -> Tensor:

@@ -25,6 +25,7 @@ from triptych.runner.input_batch import InputBatch, TokenWindow
 from triptych.runner.kv_cache import KVCache, KVCacheSpec, get_kv_cache_spec
 from triptych.runner.kv_connector import KV_ARENA, KVConnector, get_kv_connector
 from triptych.runner.language_model import LanguageModel, NoLanguageModel
+from triptych.runner.logprobs import prompt_logprobs
 from triptych.runner.request_state import RequestState
 from triptych.runner.sampler import Sampler
 from triptych.runner.warm_up import warm_up
@@ -148,18 +149,35 @@ class ModelRunner:
             return
         batch = self._language_model.make_batch(windows)
         hidden = self._language_model.forward(batch, self._gather_rows(batch))
+        self._report_prompts(batch, hidden, output)
         requests = batch.sampled
         if requests:
-            self._take_tokens(requests, self._sampler.sample(self._language_model.logits(hidden, batch), requests), output)
+            logits = self._language_model.sampled_logits(hidden, batch)
+            self._take_tokens(requests, self._sampler.sample(logits, requests), output)
         for window in windows:
             window.request.num_computed_tokens = window.end
 
-    def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | None], output: ModelRunnerOutput) -> None:
+    def _report_prompts(self, batch: InputBatch, hidden: Tensor, output: ModelRunnerOutput) -> None:
+        first = 0
+        for window in batch.windows:
+            request = window.request
+            token_ids: list[int] = request.prompt_ids_to_report(window.start, window.end).tolist()
+            if token_ids:
+                num_alternatives, vocab_size = request.sampling.prompt_logprobs or 0, self.config.model.vocab_size
+                own = hidden[first : first + len(token_ids)]
+                tokens = prompt_logprobs(own, token_ids, num_alternatives, self._language_model.logits, vocab_size)
+                if tokens is None:
+                    output.failed_requests[request.request_id] = "the model gave NaN or infinity for a token of the prompt."
+                else:
+                    output.prompt_logprobs[request.request_id] = tokens
+            first += window.num_tokens
+
+    def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | str], output: ModelRunnerOutput) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            if token is None:
-                output.failed_requests[request.request_id] = (
-                    f"the model gave NaN or infinity for token {request.num_tokens} of the request."
-                )
+            if request.request_id in output.failed_requests:
+                continue
+            if isinstance(token, str):
+                output.failed_requests[request.request_id] = token
                 continue
             request.append_token(token.token_id)
             output.sampled[request.request_id] = token

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from triptych.media.item import MediaItem
 from triptych.output import NewRequestData
+from triptych.runner.token_counts import make_token_counts
 
 NO_ITEM = -1
+_NO_IDS = np.empty(0, np.int64)
 
 
 class RequestState:
@@ -37,12 +39,24 @@ class RequestState:
         self._delta = delta
         # [num_prompt_tokens]: token index -> index in `items`, or NO_ITEM
         self._item_indices = _item_indices(self.items, positions.shape[1])
+        # [biased tokens]: ids, and what is added to their logits
+        self.bias_token_ids = np.array(list(self.sampling.logit_bias), np.int64)
+        self.bias_values = np.array(list(self.sampling.logit_bias.values()), np.float32)
+        self.token_counts = make_token_counts(self.sampling, self._token_ids, self.num_prompt_tokens)
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """The most probable token is all that is asked for."""
-        sampling = self.sampling
-        return sampling.temperature == 0 and sampling.logprobs is None and sampling.min_tokens == 0
+    def changes_logits(self) -> bool:
+        """Whether the next token is chosen by other logits than the model's own."""
+        return bool(self.sampling.logit_bias) or self.token_counts.is_active or self._bans_stops
+
+    @property
+    def banned_token_ids(self) -> NDArray[np.int64]:
+        """What the next token must not be: stop tokens, before `min_tokens` tokens were generated."""
+        return np.array(self.sampling.stop_token_ids, np.int64) if self._bans_stops else _NO_IDS
+
+    @property
+    def _bans_stops(self) -> bool:
+        return self.num_generated_tokens < self.sampling.min_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -53,9 +67,17 @@ class RequestState:
             self._token_ids = np.concatenate([self._token_ids, np.empty(max(self.num_tokens, 64), np.int64)])
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.token_counts.add(token_id)
 
     def token_ids(self, start: int, end: int) -> NDArray[np.int64]:
         return self._token_ids[start:end]
+
+    def prompt_ids_to_report(self, start: int, end: int) -> NDArray[np.int64]:
+        """The prompt's tokens whose logprobs are wanted and which the window [start, end) predicts, each from the token before it: tokens
+        start + 1 and following. None once the answer has begun, since then they were reported before its first token."""
+        if self.sampling.prompt_logprobs is None or self.num_generated_tokens:
+            return _NO_IDS
+        return self.token_ids(start + 1, min(end + 1, self.num_prompt_tokens))
 
     def fill_positions(self, out: NDArray[np.generic], start: int, end: int) -> None:
         """Write the positions of tokens [start, end) into `out`, [axes, end - start]."""

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.output import TokenLogprob
+from triptych.runner.logits_processors import process_logits
+from triptych.runner.logprobs import token_logprobs
 from triptych.runner.request_state import RequestState
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -37,23 +39,24 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[TokenLogprob | None]:
-        """A token for each row of `logits`, [R, vocabulary]; None where they are not numbers to choose by (NaN, infinity).
+    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[TokenLogprob | str]:
+        """For each row of `logits`, [R, vocabulary], a token; or the sentence that says why there is none to choose.
 
         `logprob` is 0 for a request that asked for none.
         """
         raw = logits.float()
-        allowed = _without_stops(raw, requests)
+        # All that forbids or favours tokens is applied here, to a copy: `raw` stays the model's own, for logprobs.
+        processed = process_logits(raw, requests)
         # [R], [R]: of equal logits the lowest token id wins
-        highest, greedy = allowed.max(dim=-1)
+        highest, greedy = processed.max(dim=-1)
         token_ids: list[int] = greedy.tolist()
         is_usable: list[bool] = torch.isfinite(highest).tolist()
-        if not all(request.is_plain_greedy for request in requests):
-            drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0 and is_usable[row]]
-            self._draw(allowed, highest, requests, drawn, token_ids)
-        logprobs = _logprobs(raw, requests, token_ids, is_usable)
+        drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0 and is_usable[row]]
+        self._draw(processed, highest, requests, drawn, token_ids)
+        reported = _reported(raw, requests, token_ids, is_usable)
         return [
-            logprobs.get(row, TokenLogprob(token_id, 0.0)) if is_usable[row] else None for row, token_id in enumerate(token_ids)
+            reported.get(row, TokenLogprob(token_id, 0.0)) if is_usable[row] else _why_none(raw[row], requests[row])
+            for row, token_id in enumerate(token_ids)
         ]
 
     def _draw(
@@ -72,6 +75,10 @@ class Sampler:
             temperature = _column([request.sampling.temperature for request in own], logits)
             # [r, vocabulary], at most 0: no overflow, however low the temperature
             scaled = (logits[index].double() - highest[index].double().unsqueeze(1)) / temperature
+            if any(request.sampling.min_p > 0 for request in own):
+                # the most probable one has 0 here, so that exp(scaled) is a token's share of its probability
+                min_p = _column([request.sampling.min_p for request in own], logits)
+                scaled = scaled.masked_fill(scaled < min_p.log(), float("-inf"))
             candidates = torch.arange(vocab_size, device=logits.device).expand(len(own), -1)
             if top_k < vocab_size or has_top_p:
                 top_p = _column([request.sampling.top_p for request in own], logits)
@@ -80,17 +87,6 @@ class Sampler:
             chosen = _invert_cdf(torch.softmax(scaled, dim=-1), torch.from_numpy(numbers).to(logits.device))
             for row, token_id in zip(members, candidates.gather(1, chosen).squeeze(1).tolist(), strict=True):
                 token_ids[row] = token_id
-
-
-def _without_stops(logits: Tensor, requests: Sequence[RequestState]) -> Tensor:
-    """Stop tokens cannot be chosen before `min_tokens` tokens were generated."""
-    masked = logits
-    for row, request in enumerate(requests):
-        if request.num_generated_tokens < request.sampling.min_tokens:
-            stops = [token_id for token_id in request.sampling.stop_token_ids if 0 <= token_id < logits.shape[1]]
-            masked = masked.clone() if masked is logits else masked
-            masked[row, stops] = float("-inf")
-    return masked
 
 
 def _filter(scaled: Tensor, top_k: int, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,23 +116,21 @@ def _invert_cdf(probabilities: Tensor, numbers: Tensor) -> Tensor:
     return torch.minimum(chosen, last)
 
 
-def _logprobs(
+def _reported(
     raw: Tensor, requests: Sequence[RequestState], token_ids: Sequence[int], is_usable: Sequence[bool]
 ) -> dict[int, TokenLogprob]:
-    """By row, for requests that want them: of the model's own distribution, before temperature, filters and masks."""
+    """By row, for requests that want logprobs."""
     rows = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None and is_usable[row]]
     if not rows:
         return {}
-    logprobs = torch.log_softmax(raw[rows], dim=-1)
-    most = min(max(requests[row].sampling.logprobs or 0 for row in rows), raw.shape[1])
-    values, ids = logprobs.topk(most, dim=-1)
-    own = logprobs.gather(1, torch.tensor([[token_ids[row]] for row in rows], device=raw.device)).squeeze(1).tolist()
-    result: dict[int, TokenLogprob] = {}
-    for row, logprob, top_ids, top_values in zip(rows, own, ids.tolist(), values.tolist(), strict=True):
-        wanted = requests[row].sampling.logprobs or 0
-        top = tuple(zip(top_ids[:wanted], top_values[:wanted], strict=True))
-        result[row] = TokenLogprob(token_ids[row], logprob, top)
-    return result
+    wanted = [requests[row].sampling.logprobs or 0 for row in rows]
+    return dict(zip(rows, token_logprobs(raw[rows], [token_ids[row] for row in rows], wanted), strict=True))
+
+
+def _why_none(raw: Tensor, request: RequestState) -> str:
+    if torch.isfinite(raw.max()):
+        return f"what the request bans, biases and penalises leaves nothing to choose as its token {request.num_tokens}."
+    return f"the model gave NaN or infinity for token {request.num_tokens} of the request."
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

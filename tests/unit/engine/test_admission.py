@@ -49,6 +49,20 @@ def test_a_grid_that_is_out_of_proportion_to_its_rows_is_refused_before_anybody_
         check_request(spec((1, 65536, 65536)), config_of(role))
 
 
+@pytest.mark.parametrize("param", ["logit_bias", "stop_token_ids"])
+@pytest.mark.parametrize("token_id", [-1, MODEL.vocab_size, 2**70])
+def test_a_parameter_that_names_a_token_outside_the_vocabulary_is_refused_by_name(param: str, token_id: int):
+    def sampling(token_ids: tuple[int, ...]) -> SamplingParams:
+        if param == "logit_bias":
+            return SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(token_ids, 1.0))
+        return SamplingParams(max_tokens=4, stop_token_ids=token_ids)
+
+    check_request(replace(spec_of(), sampling=sampling((0, MODEL.vocab_size - 1))), ALONE)
+    with pytest.raises(RequestError, match=f"^{param} names token {token_id}; the model's tokens are 0 to 19999") as refused:
+        check_request(replace(spec_of(), sampling=sampling((0, token_id))), ALONE)
+    assert refused.value.param == param
+
+
 def test_a_request_that_exactly_fits_the_cache_is_taken_and_one_token_more_is_not():
     check_request(spec_of(60, 4), ALONE)
     with pytest.raises(ContextOverflowError, match=r"grow to 65 tokens.*holds 64"):

@@ -1,9 +1,20 @@
 """Scenarios worked by hand on the arithmetic runner: what is computed when, and what is held at the end."""
 
+import pytest
 from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
 
-from triptych.engine.arithmetic_runner import Fabric
-from triptych.engine.events import ECLoaded, ECNeeded, Encoded, EncodeFailed, Failed, Finished, HandedOver
+from triptych.engine.arithmetic_runner import Fabric, expected_prompt_logprob
+from triptych.engine.events import (
+    ECLoaded,
+    ECNeeded,
+    Encoded,
+    EncodeFailed,
+    Failed,
+    Finished,
+    HandedOver,
+    NewTokens,
+    PromptLogprobs,
+)
 from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
@@ -482,3 +493,60 @@ def test_a_request_whose_item_takes_the_room_that_all_running_ones_wait_for_runs
         ("second", "third"), wanted(text(12), (small,), 1)
     )
     assert "first" not in p.ends, "nobody has brought its second picture yet"
+
+
+def add_with_prompt_logprobs(engine: Engine, request_id: str, tokens: list[int], n: int = 4) -> None:
+    sampling = SamplingParams(max_tokens=n, temperature=0.0, prompt_logprobs=2)
+    engine.core.add_request(RequestSpec(request_id, tuple(tokens), len(tokens), sampling))
+
+
+def told_of(engine: Engine, request_id: str) -> list[PromptLogprobs | NewTokens]:
+    return [each for each in engine.events if isinstance(each, PromptLogprobs | NewTokens) and each.id == request_id]
+
+
+def test_a_prompts_logprobs_are_told_chunk_by_chunk_from_its_second_token_on_and_before_the_answer():
+    for chunk in (1, 3, 5, 12, 13, 64):
+        engine = make_engine(is_alone=True, chunk=chunk)
+        add_with_prompt_logprobs(engine, "r", text(13))
+        engine.run()
+        told = told_of(engine, "r")
+        prompt = [event for event in told if isinstance(event, PromptLogprobs)]
+        assert told[: len(prompt)] == prompt, "all before the first token"
+        # Each chunk tells of the token after each of its positions: of a last chunk of one position, nothing.
+        assert [event.start for event in prompt] == [start + 1 for start in range(0, 12, chunk)]
+        wanted_logprobs = [expected_prompt_logprob(place, text(13)[place], 2) for place in range(1, 13)]
+        assert [token for event in prompt for token in event.tokens] == wanted_logprobs
+
+
+@pytest.mark.parametrize(("chunk", "n", "is_told_again"), [(7, 1, True), (32, 6, False)])
+def test_a_prompt_preempted_before_its_answer_is_told_again_under_the_same_numbers_and_after_it_is_not(
+    chunk: int, n: int, is_told_again: bool
+):
+    # 6 blocks of 4 tokens: `early` grows to 20 tokens, so that `late` gives up its blocks, in its prompt or in its answer.
+    engine = make_engine(is_alone=True, block_size=4, num_kv_blocks=6, chunk=chunk)
+    late = text(11, seed=2)
+    add_with_prompt_logprobs(engine, "early", text(11), n=9)
+    add_with_prompt_logprobs(engine, "late", late, n=n)
+    engine.run()
+    assert engine.core.scheduler.num_preempted > 0
+    told = told_of(engine, "late")
+    prompt = [event for event in told if isinstance(event, PromptLogprobs)]
+    assert told[: len(prompt)] == prompt, "all before the first token, however often"
+    numbered = [(number, token) for event in prompt for number, token in enumerate(event.tokens, event.start)]
+    assert (len(numbered) > 10) == is_told_again
+    assert set(numbered) == {(place, expected_prompt_logprob(place, late[place], 2)) for place in range(1, 11)}
+    assert engine.tokens["late"] == wanted(late, n=n)
+
+
+def test_a_request_that_is_handed_over_tells_its_prompts_logprobs_on_the_prefill_worker_only():
+    fabric = Fabric()
+    prefill, decode = make_engine("P", fabric=fabric), make_engine("D", fabric=fabric)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=0)
+    prefill.core.add_request(RequestSpec("r", tuple(text(9)), 9, sampling, hands_over=True))
+    prefill.run()
+    known = (*text(9), *prefill.tokens["r"])
+    decode.core.add_request(RequestSpec("r", known, 9, sampling, kv_ticket=ticket_of(prefill, "r")))
+    decode.run()
+    assert prefill.tokens["r"] + decode.tokens["r"] == wanted(text(9))
+    assert sum(len(event.tokens) for event in told_of(prefill, "r") if isinstance(event, PromptLogprobs)) == 8
+    assert not any(isinstance(event, PromptLogprobs) for event in decode.events)

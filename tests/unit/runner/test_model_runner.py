@@ -26,6 +26,8 @@ from triptych.output import (
     TokenLogprob,
 )
 from triptych.runner.ec_connector import ECConnector
+from triptych.runner.input_batch import InputBatch
+from triptych.runner.language_model import LanguageModel
 from triptych.runner.model_runner import ModelRunner, make_runner
 from triptych.sampling_params import SamplingParams
 from triptych.transfer.fake import FakeDataPlane, FakeNetwork
@@ -126,6 +128,69 @@ def test_a_request_that_starts_again_takes_no_second_row_of_the_block_table(hand
     assert hand.runner.block_table.num_free_rows == free_rows - 1
     hand.step({}, finished_request_ids=("r", "never seen"))
     assert hand.runner.block_table.num_free_rows == free_rows
+
+
+# --- logprobs of the prompt ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [[], [1] * 40, [5, 1, 7], [13, 12], [24]], ids=str)
+def test_a_prompts_logprobs_are_the_whole_models_wherever_it_is_cut(
+    tiny: TinyModel, hand: HandScheduler, chunks: list[int]
+) -> None:
+    """With pictures in it and neighbours beside it: every token but the first is told once, of each chunk's last position too."""
+    prompt = Prompt([text_of(1, 4), CATS, text_of(2, 3), DOGS])
+    hand.add("r", prompt, prompt_logprobs=3)
+    hand.add("silent", Prompt([text_of(3, 9)]))
+    told: list[TokenLogprob] = []
+    plan, encode = list(chunks), (CATS, DOGS)
+    while hand.computed["r"] < len(prompt.render()[0]):
+        start = hand.computed["r"]
+        output = hand.step(
+            {"r": min(plan.pop(0) if plan else 512, hand.remaining("r")), "silent": hand.remaining("silent")}, encode
+        )
+        assert output.prompt_logprobs.keys() <= {"r"}
+        assert len(told) == start, "the window from `start` tells of token start + 1 on"
+        told += output.prompt_logprobs.get("r", ())
+        encode = ()
+    ids = hand.tokens["r"][: len(prompt.render()[0])]
+    expected = oracle_logprobs(tiny, prompt, ids)
+    assert [token.token_id for token in told] == ids[1:]
+    for row, token in zip(expected, told, strict=False):
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+        assert [value for _, value in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        assert token.rank == pytest.approx(int((row > row[token.token_id]).sum()) + 1, abs=1)
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_and_an_answer_adds_none(hand: HandScheduler) -> None:
+    hand.add("short", Prompt([[20]]), prompt_logprobs=1)
+    hand.add("r", Prompt([[20, 30, 40]]), prompt_logprobs=0)
+    first = hand.step({"short": 1, "r": 3})
+    assert {request_id: len(tokens) for request_id, tokens in first.prompt_logprobs.items()} == {"r": 2}
+    assert hand.step({"short": 1, "r": 1}).prompt_logprobs == {}
+
+
+def test_a_prompt_computed_again_after_its_answer_began_is_not_told_again(hand: HandScheduler) -> None:
+    hand.add("r", Prompt([[20, 30, 40, 50]]), num_prompt_tokens=3, prompt_logprobs=2)
+    assert hand.step({"r": 2}).prompt_logprobs == {}
+    assert hand.step({"r": 2}).sampled.keys() == {"r"}
+
+
+def test_a_prompt_with_a_position_that_gives_nan_fails_alone_though_its_last_position_is_sound(
+    hand: HandScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand.add("bad", Prompt([text_of(1, 5)]), prompt_logprobs=0)
+    hand.add("good", Prompt([text_of(2, 4)]), prompt_logprobs=0)
+    forward = LanguageModel.forward
+
+    def poisoned(self: LanguageModel, batch: InputBatch, rows: torch.Tensor) -> torch.Tensor:
+        hidden = forward(self, batch, rows)
+        hidden[2] = float("nan")
+        return hidden
+
+    monkeypatch.setattr(LanguageModel, "forward", poisoned)
+    output = hand.step({"bad": 5, "good": 4})
+    assert output.failed_requests == {"bad": "the model gave NaN or infinity for a token of the prompt."}
+    assert output.sampled.keys() == output.prompt_logprobs.keys() == {"good"}
 
 
 # --- what goes wrong for one goes wrong for it alone ---------------------------------------------------------------------

@@ -1,31 +1,29 @@
 """Sampling is a pure function of logits, parameters, seed and position, and draws from the distribution it says."""
 
 import math
+from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from sampling_rig import random_sampling, state_of
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from triptych.output import NewRequestData, TokenLogprob
+from triptych.output import TokenLogprob
 from triptych.runner.request_state import RequestState
 from triptych.runner.sampler import Sampler, uniforms
-from triptych.sampling_params import SamplingParams
 
 VOCAB = 12
 LOGITS = torch.linspace(-2.0, 2.0, VOCAB).roll(5)
 
 
 def request(num_tokens: int = 3, num_prompt_tokens: int = 3, **sampling: Any) -> RequestState:
-    settings: dict[str, Any] = {"max_tokens": 50, **sampling}
-    params = SamplingParams(**settings)
-    data = NewRequestData("r", tuple(range(num_tokens)), (), params, num_prompt_tokens, 0, ())
-    return RequestState(data, np.zeros((1, num_prompt_tokens), np.int64), 0, 0)
+    return state_of(range(num_prompt_tokens), range(num_prompt_tokens, num_tokens), **sampling)
 
 
 def sample(logits: torch.Tensor, requests: list[RequestState]) -> list[TokenLogprob]:
     tokens = Sampler().sample(logits, requests)
-    given = [token for token in tokens if token is not None]
+    given = [token for token in tokens if not isinstance(token, str)]
     assert len(given) == len(tokens)
     return given
 
@@ -69,6 +67,21 @@ def test_draws_follow_the_distribution_that_temperature_top_k_and_top_p_define(
     assert chi_square(tokens, reference(temperature, top_k, top_p)) < 31.3
 
 
+@pytest.mark.parametrize(
+    ("min_p", "top_k", "top_p"), [(0.05, 0, 1.0), (0.4, 0, 1.0), (1.0, 0, 1.0), (0.1, 5, 1.0), (0.1, 0, 0.8), (0.2, 6, 0.9)]
+)
+def test_draws_with_min_p_follow_the_warpers_of_transformers_in_vllms_order(min_p: float, top_k: int, top_p: float) -> None:
+    warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(0.9), MinPLogitsWarper(min_p)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)]
+    ids: Any = torch.tensor([[0]])
+    scores: Any = LOGITS.unsqueeze(0)
+    for warper in warpers:
+        scores = warper(ids, scores)
+    tokens = draw(4000, temperature=0.9, min_p=min_p, top_k=top_k, top_p=top_p)
+    assert chi_square(tokens, torch.softmax(scores[0], dim=-1)) < 31.3
+
+
 def test_draws_of_one_seed_over_many_positions_follow_the_distribution() -> None:
     requests = [request(num_tokens=3 + n, seed=7) for n in range(4000)]
     tokens = [token.token_id for token in sample(LOGITS.repeat(4000, 1), requests)]
@@ -103,6 +116,27 @@ def test_a_token_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     assert [token.token_id for token in together] == [token.token_id for token in alone]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_in_a_mix_of_all_parameters_each_request_gets_the_tokens_that_it_gets_alone(seed: int) -> None:
+    """Over many steps, in which penalties grow and requests come and go."""
+    rng, vocab_size, num_steps = Random(seed), 700, 12
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randrange(1, 40))] for _ in range(16)]
+    kinds = [random_sampling(rng, vocab_size) for _ in prompts]
+    # [steps, requests, vocabulary]: few tokens are likely, so that penalties have something to do
+    logits = torch.randn(num_steps, 16, vocab_size, generator=generator) * 4
+    together = [state_of(prompt, **kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+    alone = [state_of(prompt, **kind) for prompt, kind in zip(prompts, kinds, strict=True)]
+    for step in range(num_steps):
+        rows = sorted(rng.sample(range(16), rng.randrange(1, 17)))
+        tokens = sample(logits[step, rows], [together[row] for row in rows])
+        for row, token in zip(rows, tokens, strict=True):
+            assert [token] == sample(logits[step, row : row + 1], [alone[row]])
+            together[row].append_token(token.token_id)
+            answer = together[row].token_ids(len(prompts[row]), together[row].num_tokens).tolist()
+            alone[row] = state_of(prompts[row], answer, **kinds[row])  # rebuilt, as after a preemption or on another worker
+
+
 def test_the_same_seed_and_position_give_the_same_token_and_others_vary() -> None:
     assert draw(50, temperature=1.0) == draw(50, temperature=1.0)
     assert len(set(draw(50, temperature=1.0))) > 3
@@ -125,7 +159,7 @@ def test_a_tiny_top_p_keeps_the_most_probable_token() -> None:
 def test_stop_tokens_are_not_sampled_before_min_tokens_and_are_from_then_on() -> None:
     best = int(LOGITS.argmax())
     second = int(LOGITS.topk(2).indices[1])
-    early = request(num_tokens=4, temperature=0.0, min_tokens=2, stop_token_ids=(best, 10**9, -1))
+    early = request(num_tokens=4, temperature=0.0, min_tokens=2, stop_token_ids=(best,))
     late = request(num_tokens=5, temperature=0.0, min_tokens=2, stop_token_ids=(best,))
     tokens = sample(LOGITS.repeat(2, 1), [early, late])
     assert [token.token_id for token in tokens] == [second, best]
@@ -134,9 +168,11 @@ def test_stop_tokens_are_not_sampled_before_min_tokens_and_are_from_then_on() ->
 def test_logprobs_are_of_the_models_own_distribution_whatever_is_masked_or_scaled() -> None:
     best = int(LOGITS.argmax())
     settings: dict[str, Any] = {"temperature": 0.3, "top_k": 2, "min_tokens": 5, "stop_token_ids": (best,), "logprobs": 3}
+    settings |= {"logit_bias": {4: 3.0}, "repetition_penalty": 1.5}
     [token] = sample(LOGITS.unsqueeze(0), [request(**settings)])
     normaliser = math.log(sum(math.exp(float(value)) for value in LOGITS))
     assert token.token_id != best
+    assert token.rank == 2
     assert token.logprob == pytest.approx(float(LOGITS[token.token_id]) - normaliser, abs=1e-5)
     assert [token_id for token_id, _ in token.top] == LOGITS.topk(3).indices.tolist()
     assert [value for _, value in token.top] == pytest.approx(
@@ -158,9 +194,21 @@ def test_logits_that_are_not_numbers_give_no_token_and_leave_the_neighbours_alon
     requests = [request(seed=seed, temperature=temperature, logprobs=1) for seed in range(3)]
     tokens = Sampler().sample(logits, requests)
     alone = [Sampler().sample(logits[row : row + 1], [requests[row]])[0] for row in (0, 2)]
-    assert tokens[1] is None
-    assert tokens[0] is not None
+    assert tokens[1] == "the model gave NaN or infinity for token 3 of the request."
+    assert isinstance(tokens[0], TokenLogprob)
     assert [tokens[0], tokens[2]] == alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_leaves_itself_no_token_gets_none_and_its_neighbours_do(temperature: float) -> None:
+    everything = tuple(range(VOCAB))
+    impossible = request(temperature=temperature, min_tokens=1, stop_token_ids=everything)
+    limitless = request(temperature=temperature, repetition_penalty=1e-44)
+    requests = [request(temperature=temperature), impossible, limitless, request(temperature=temperature)]
+    tokens = Sampler().sample(LOGITS.repeat(4, 1), requests)
+    sentence = "what the request bans, biases and penalises leaves nothing to choose as its token 3."
+    assert tokens[1:3] == [sentence] * 2
+    assert [tokens[0]] == [tokens[3]] == sample(LOGITS.unsqueeze(0), [request(temperature=temperature)])
 
 
 def test_tokens_of_probability_zero_are_never_drawn() -> None:
