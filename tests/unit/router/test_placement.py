@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from triptych.config import Stage
 from triptych.errors import OverloadedError, UnavailableError
 from triptych.media.item import MediaItem
+from triptych.router.fake_worker_client import FakeCosts
 from triptych.router.placement import Backoff
 from triptych.router.running_request import GenerateJob, RunningRequest
 from triptych.router.timing import Stopwatch
@@ -66,6 +68,53 @@ def test_a_worker_that_holds_the_picture_is_preferred_until_it_has_more_to_do_th
         assert placement.pick_prefill(asking(10, items)).id == "P1"
         placement.begin(holder, Stage.PREFILL, 2)
         assert placement.pick_prefill(asking(10, items)).id == "P0"
+
+    run_virtual(run())
+
+
+def test_a_worker_that_has_computed_the_beginning_is_preferred_until_it_has_more_to_do_than_that_would_cost(
+    make_cluster: Make,
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster("P2D1")
+        placement, (_, holder, _) = cluster.placement, cluster.pool.workers
+        placement.remember_prefix(holder, asking(100))  # six full blocks of 16
+        assert placement.pick_prefill(asking(200)).id == "P1"
+        placement.begin(holder, Stage.PREFILL, 95)
+        assert placement.pick_prefill(asking(200)).id == "P1"
+        placement.begin(holder, Stage.PREFILL, 2)
+        assert placement.pick_prefill(asking(200)).id == "P0"
+
+    run_virtual(run())
+
+
+def test_pictures_in_the_beginning_that_a_worker_has_cost_nothing_there_and_a_repeated_one_costs_once(
+    make_cluster: Make, make_job: Make
+) -> None:
+    async def run() -> None:
+        cluster = make_cluster("E1P2D1")
+        placement, (_, other, holder, _) = cluster.placement, cluster.pool.workers
+        job = make_job(range(8), pictures=[4, 5, 5], num_rows=39)  # rows from 8, 48 and 88; 128 tokens
+        placement.remember_prefix(holder, RunningRequest(replace(job, token_ids=job.token_ids[:50]), Stopwatch()))
+        # At the holder: 80 tokens and the 39 rows of 5. At the other: 128 tokens and the rows of 4 and 5.
+        placement.begin(holder, Stage.PREFILL, 128 + 39 + 39 - 80 - 39 - 1)
+        assert placement.pick_prefill(RunningRequest(job, Stopwatch())) is holder
+        placement.begin(holder, Stage.PREFILL, 2)
+        assert placement.pick_prefill(RunningRequest(job, Stopwatch())) is other
+
+    run_virtual(run())
+
+
+def test_a_prompt_counts_as_outstanding_by_what_is_to_be_computed(make_cluster: Make, make_job: Make) -> None:
+    async def run() -> None:
+        cluster = make_cluster("P2D1", costs=FakeCosts(prefill_s=1.0))
+        holder, job = cluster.pool.workers[1], make_job(range(100, 150))
+        cluster.placement.remember_prefix(holder, RunningRequest(job, Stopwatch()))
+        task = asyncio.create_task(cluster.generate(job))
+        await asyncio.sleep(0.5)
+        assert [worker.outstanding[Stage.PREFILL] for worker in cluster.pool.workers] == [0, 50 - 48, 0]
+        await task
+        cluster.assert_idle()
 
     run_virtual(run())
 
