@@ -46,7 +46,7 @@ class RunningRequest:
         """Of the full blocks before the last token: those that a worker can have of it, as that one is always left to compute."""
         if self._block_hashes is None:
             self._block_hashes = BlockHashes(block_size, self.job.items, self.job.cache_salt)
-        return self._block_hashes.extend(self.token_ids[:-1])
+        return self._block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // block_size]
 
     def next_call_id(self) -> str:
         """Each call to a worker has an id of its own, so that what is under way for an earlier one cannot touch a later."""

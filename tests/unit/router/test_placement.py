@@ -96,8 +96,9 @@ def test_pictures_in_the_beginning_that_a_worker_has_cost_nothing_there_and_a_re
         placement, (_, other, holder, _) = cluster.placement, cluster.pool.workers
         job = make_job(range(8), pictures=[4, 5, 5], num_rows=39)  # rows from 8, 48 and 88; 128 tokens
         placement.remember_prefix(holder, RunningRequest(replace(job, token_ids=job.token_ids[:50]), Stopwatch()))
-        # At the holder: 80 tokens and the 39 rows of 5. At the other: 128 tokens and the rows of 4 and 5.
-        placement.begin(holder, Stage.PREFILL, 128 + 39 + 39 - 80 - 39 - 1)
+        placement.remember(other, job.items[1].key)
+        # At the holder: 80 tokens and the rows of 5. At the other: 128 tokens and the rows of 4.
+        placement.begin(holder, Stage.PREFILL, 128 + 39 - 80 - 39 - 1)
         assert placement.pick_prefill(RunningRequest(job, Stopwatch())) is holder
         placement.begin(holder, Stage.PREFILL, 2)
         assert placement.pick_prefill(RunningRequest(job, Stopwatch())) is other
