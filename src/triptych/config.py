@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
+
+from msgspec import Meta
 
 from triptych.errors import ConfigError, suggest
 
@@ -241,7 +243,7 @@ class Fingerprint:
     weights_digest: str
     family: str
     dtype: str
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1)]
     num_layers: int
     num_kv_heads: int
     head_dim: int

@@ -2,6 +2,7 @@
 
     an item:  wanted -> encoding -> has a ticket, or is there -> delivered -> loaded: the ticket is let go
                  ^          |                                       |
+                 |          +-> covered by a prefix that the worker has kept: called off
                  |          +-> faulty: at most twice again         |
                  +--------------------------- needed again ---------+
                             +-> failed: the worker is told, and fails the request if it cannot do without
@@ -52,6 +53,7 @@ class FedItem:
 
     job: ItemToEncode
     name: str
+    end: int  # one past its last placeholder, in the last place where it stands
     num_faults: int = 0
     was_encoded: bool = False
     avoid: set[str] = field(default_factory=set[str])  # encode workers that failed it
@@ -89,6 +91,9 @@ class PrefillCall:
 
     worker: PooledWorker
     id: str
+    num_tokens_hinted: int  # the prefix that the worker has probably kept
+    num_tokens_hit: int = 0  # by its own word
+    is_read: bool = False
     told: dict[str, ECDelivery] = field(default_factory=dict[str, ECDelivery])  # by key
     told_twice: set[str] = field(default_factory=set[str])
     deliveries: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
@@ -127,13 +132,19 @@ class MediaFeed:
     @asynccontextmanager
     async def at(self, prefill: PooledWorker, call_id: str, *, is_eager: bool) -> AsyncGenerator[None]:
         """While inside, items go to `prefill`. If `is_eager`, what nobody is known to have is encoded without being asked for."""
-        call = self._call = PrefillCall(prefill, call_id)
+        num_held = self._placement.num_tokens_held(prefill, self._request)
+        if num_held:
+            self._metrics.prefix_hints.inc()
+            self._metrics.prefix_hint_tokens.inc(num_held)
+        call = self._call = PrefillCall(prefill, call_id, num_held)
         for item in self._items.values():
             self._supply(item, call, is_eager=is_eager)
         try:
             yield
         finally:
             self._call = None
+            if call.is_read:
+                self._placement.remember_prefix(prefill, self._request)  # with the tokens since the first
             stays = [item.task for item in self._items.values() if item.task is not None and item.stays_at is prefill]
             await _end([*call.deliveries, *stays])
 
@@ -147,7 +158,7 @@ class MediaFeed:
             return
         if item.error is not None:
             self._tell(call, _failure(call, item))
-        elif self._placement.probably_holds(call.worker, item.key):
+        elif item.end <= call.num_tokens_hinted or self._placement.probably_holds(call.worker, item.key):
             self._metrics.encodes.labels("saved").inc()
         elif is_eager:
             self._want(item, reason)
@@ -159,10 +170,27 @@ class MediaFeed:
             item.let_go()
             self._placement.remember(prefill, key)
 
-    def read_by(self, prefill: PooledWorker) -> None:
-        """The prompt is computed, so that every item was there a moment ago. The answer of an encode that stays there is on its way, then."""
+    def covered(self, num_tokens: int) -> None:
+        """The prefill worker has kept this much of the prompt: it does not need the items before, unless it asks for them later."""
+        call = self._call
+        assert call is not None, "only a prefill worker keeps a prompt"
+        call.num_tokens_hit = num_tokens
         for key, item in self._items.items():
-            self._placement.remember(prefill, key)
+            if item.end <= num_tokens:
+                item.call_off()
+                call.told.pop(key, None)
+
+    def read_by(self, prefill: PooledWorker) -> None:
+        """The prompt is computed, so that every item that was needed was there a moment ago. The answer of an encode that stays there is on
+        its way, then."""
+        call = self._call
+        assert call is not None, "only a prefill worker reads"
+        if not call.is_read:
+            call.is_read = True
+            self._placement.remember_prefix(prefill, self._request)
+        for key, item in self._items.items():
+            if item.end > call.num_tokens_hit:
+                self._placement.remember(prefill, key)
             if item.stays_at is prefill:
                 item.let_go()
             else:
@@ -186,6 +214,8 @@ class MediaFeed:
         if item.is_under_way:
             return
         self._placement.forget(call.worker, key)
+        if item.end <= call.num_tokens_hinted:
+            self._placement.forget_prefix(call.worker, self._request, item.end - 1)
         told = call.told.get(key)
         if reason == FailureReason.MISSING and told is not None and key not in call.told_twice:
             # Question and answer have crossed on their way, or the answer came before the request: a second one does no harm.
@@ -324,9 +354,10 @@ def _make_items(request: RunningRequest) -> dict[str, FedItem]:
     """One for each key; the same picture again has the first one's name."""
     job, items = request.job, dict[str, FedItem]()
     total = len(job.items)
+    ends = {item.key: item.end for item in job.items}
     for number, item in enumerate(job.items, 1):
         name = item_name(item.modality, number, total) if total > 1 else ""
-        items.setdefault(item.key, FedItem(ItemToEncode(item, job.media[item.key]), name))
+        items.setdefault(item.key, FedItem(ItemToEncode(item, job.media[item.key]), name, ends[item.key]))
     return items
 
 

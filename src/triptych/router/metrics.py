@@ -26,9 +26,15 @@ class RouterMetrics:
         self.completion_tokens = Counter("triptych_completion_tokens", "Tokens sent to clients.", registry=self.registry)
         self.encodes = Counter(
             "triptych_encodes",
-            "Encodes of items: started, shared with one under way, or saved because a worker probably holds the item.",
+            "Encodes of items: started, shared with one under way, or saved because a worker probably holds the item or a prefix that covers it.",
             ("kind",),
             registry=self.registry,
+        )
+        self.prefix_hints = Counter(
+            "triptych_prefix_hints", "Prompts sent where a part of them was probably kept.", registry=self.registry
+        )
+        self.prefix_hint_tokens = Counter(
+            "triptych_prefix_hint_tokens", "Prompt tokens that the worker had probably kept.", registry=self.registry
         )
         self.encode_retries = Counter(
             "triptych_encode_retries", "Items encoded again, by reason.", ("reason",), registry=self.registry

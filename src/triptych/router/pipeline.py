@@ -201,7 +201,7 @@ class Pipeline:
         backoff = Backoff(self._placement, Stage.PREFILL)
 
         def pick() -> PooledWorker:
-            return self._placement.pick_prefill(len(request.token_ids), request.job.items, avoid | backoff.full)
+            return self._placement.pick_prefill(request, avoid | backoff.full)
 
         while True:
             request.waits_for = "a prefill worker"
@@ -235,7 +235,9 @@ class Pipeline:
                         feed.need(event.key, event.reason)
                     case ECLoaded():
                         feed.arrived(event.key, worker)
-                    case PrefixHit() | PromptLogprobs() | KVPublished():
+                    case PrefixHit():
+                        feed.covered(event.num_tokens)
+                    case PromptLogprobs() | KVPublished():
                         pass
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
@@ -299,7 +301,8 @@ class Pipeline:
         """The worker's events, timed; raises `_ReplayError` when it is lost, `_RefusedError` when it is full. Closing it aborts the
         request there."""
         stay = request.stopwatch.begin(is_prefill=stage == Stage.PREFILL)
-        num_tokens = len(message.token_ids)
+        num_held = self._placement.num_tokens_held(worker, request) if stage == Stage.PREFILL else 0
+        num_tokens = len(message.token_ids) - num_held
         self._placement.begin(worker, stage, num_tokens)
         try:
             async with worker.attached(), aclosing(worker.client.generate(message)) as events:

@@ -1,15 +1,15 @@
 """`Placement`: which worker gets the next piece of work: the one with the least to do, counting what the piece itself would cost there.
 
-An item that a worker probably holds costs nothing there. That knowledge is a hint, taken from what was sent where: when it
-is wrong, the worker says so (`ec_needed`) and the item is encoded again. Between equals the one whose last work is longest ago is
-taken, so the spread is even over time and not only at each instant.
+An item that a worker probably holds costs nothing there, and neither do a prefix that it has probably kept and the items in it. That
+knowledge is a hint, taken from what was sent where: when it is wrong, the worker says so (`ec_needed`) and the item is encoded again. Between
+equals the one whose last work is longest ago is taken, so the spread is even over time and not only at each instant.
 
 A stage whose workers are all gone, or all full, is waited for: a worker that died is started again within seconds.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from triptych.config import Stage
@@ -17,6 +17,8 @@ from triptych.errors import OverloadedError, UnavailableError
 from triptych.media.item import MediaItem
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pool import PooledWorker, WorkerPool
+from triptych.router.prefix_hints import PrefixHints
+from triptych.router.running_request import RunningRequest
 
 MAX_HINTS = 4096  # keys remembered per worker
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # before full workers are asked again
@@ -34,6 +36,7 @@ class Placement:
         self._metrics = metrics or RouterMetrics()
         self.wait_s = wait_s
         self._held: dict[str, OrderedDict[str, None]] = {}  # worker id -> keys, oldest first
+        self._prefixes = PrefixHints()
         self._num_placed = 0
 
     def pick_encode(self, item: MediaItem, prefill: PooledWorker | None, avoid: Collection[str] = ()) -> PooledWorker:
@@ -43,16 +46,22 @@ class Placement:
         holders = [worker for worker in candidates if self.probably_holds(worker, item.key)]
         if prefill is not None and prefill in (holders or candidates):
             return prefill
-        return self._pick(Stage.ENCODE, avoid, (item,), among=holders)
+        return self._pick(Stage.ENCODE, avoid, lambda worker: self._rows_missing(worker, (item,)), among=holders)
 
-    def pick_prefill(self, num_tokens: int, items: Iterable[MediaItem], avoid: Collection[str] = ()) -> PooledWorker:
+    def pick_prefill(self, request: RunningRequest, avoid: Collection[str] = ()) -> PooledWorker:
         """One that decodes, too, or any where somebody takes its KV."""
         if self._pool.ready(Stage.PREFILL) and not self._pool.ready(Stage.DECODE):
             raise _no_worker(Stage.DECODE)  # what is missing is not the stage that is asked for
-        return self._pick(Stage.PREFILL, avoid, tuple(items), num_tokens)
+        items = {item.key: item for item in request.job.items}.values()  # of each the last place
+
+        def cost(worker: PooledWorker) -> int:
+            num_held = self.num_tokens_held(worker, request)
+            return len(request.token_ids) - num_held + self._rows_missing(worker, [item for item in items if item.end > num_held])
+
+        return self._pick(Stage.PREFILL, avoid, cost)
 
     def pick_decode(self, avoid: Collection[str] = ()) -> PooledWorker:
-        return self._pick(Stage.DECODE, avoid)
+        return self._pick(Stage.DECODE, avoid, lambda _: 0)
 
     def has_choice(self, stage: Stage, avoid: Collection[str]) -> bool:
         """Whether the next pick can be a worker that need not be avoided."""
@@ -102,9 +111,25 @@ class Placement:
 
     def forget_worker(self, worker: PooledWorker) -> None:
         self._held.pop(worker.id, None)
+        self._prefixes.forget_worker(worker)
 
     def probably_holds(self, worker: PooledWorker, key: str) -> bool:
         return key in self._held.get(worker.id, ())
+
+    def num_tokens_held(self, worker: PooledWorker, request: RunningRequest) -> int:
+        """How much of the prompt the worker has probably kept, and need not compute."""
+        if request.job.sampling.prompt_logprobs is not None:
+            return 0  # of all tokens
+        return self._prefixes.num_tokens_held(worker, _block_hashes(worker, request))
+
+    def remember_prefix(self, worker: PooledWorker, request: RunningRequest) -> None:
+        """The worker has computed all tokens but the last."""
+        self._prefixes.remember(worker, _block_hashes(worker, request))
+
+    def forget_prefix(self, worker: PooledWorker, request: RunningRequest, position: int) -> None:
+        """The worker has not kept the block that holds this token."""
+        block_size = worker.info.fingerprint.block_size
+        self._prefixes.forget(worker, _block_hashes(worker, request)[position // block_size :])
 
     def _candidates(self, stage: Stage) -> list[PooledWorker]:
         """Ready workers that can do a request's next stage and lead it on from there."""
@@ -115,20 +140,21 @@ class Placement:
             return [worker for worker in ready if worker.can(Stage.DECODE)]
         return ready
 
+    def _rows_missing(self, worker: PooledWorker, items: Sequence[MediaItem]) -> int:
+        return sum(item.num_rows for item in items if not self.probably_holds(worker, item.key))
+
     def _pick(
         self,
         stage: Stage,
         avoid: Collection[str],
-        items: tuple[MediaItem, ...] = (),
-        cost: int = 0,
+        cost: Callable[[PooledWorker], int],
         among: Collection[PooledWorker] = (),
     ) -> PooledWorker:
         now = asyncio.get_running_loop().time()
 
         def order(worker: PooledWorker) -> tuple[bool, bool, int, int]:
             is_suspect = stage == Stage.ENCODE and worker.suspect_until > now
-            missing = sum(item.num_rows for item in items if not self.probably_holds(worker, item.key))
-            load = sum(worker.outstanding.values()) + cost + missing
+            load = sum(worker.outstanding.values()) + cost(worker)
             return worker.id in avoid, is_suspect, load, worker.last_placed[stage]
 
         candidates = among or self._candidates(stage)
@@ -166,6 +192,10 @@ class Backoff:
             raise error
         self.full.clear()
         await asyncio.sleep(pause_s)
+
+
+def _block_hashes(worker: PooledWorker, request: RunningRequest) -> Sequence[bytes]:
+    return request.block_hashes(worker.info.fingerprint.block_size)
 
 
 def _no_worker(stage: Stage) -> UnavailableError:

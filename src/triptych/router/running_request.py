@@ -1,9 +1,10 @@
 """`GenerateJob`, what the pipeline is given, and `RunningRequest`, what comes of it while it runs."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+from triptych.engine.block_hashes import BlockHashes
 from triptych.errors import TriptychError
 from triptych.media.item import MediaItem
 from triptych.output import TokenLogprob
@@ -32,6 +33,7 @@ class RunningRequest:
         self.token_ids = list(job.token_ids)  # prompt and what was generated
         self.stopwatch = stopwatch
         self._num_calls = 0
+        self._block_hashes: BlockHashes | None = None
         self.finish_reason = ""
         self.waits_for = "a worker"  # in words, for the sentence of a deadline
         self._inbox: asyncio.Queue[tuple[TokenLogprob, ...] | TriptychError | None] = asyncio.Queue()
@@ -39,6 +41,12 @@ class RunningRequest:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - len(self.job.token_ids)
+
+    def block_hashes(self, block_size: int) -> Sequence[bytes]:
+        """Of the full blocks before the last token: those that a worker can have of it, as that one is always left to compute."""
+        if self._block_hashes is None:
+            self._block_hashes = BlockHashes(block_size, self.job.items, self.job.cache_salt)
+        return self._block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // block_size]
 
     def next_call_id(self) -> str:
         """Each call to a worker has an id of its own, so that what is under way for an earlier one cannot touch a later."""

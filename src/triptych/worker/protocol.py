@@ -132,16 +132,19 @@ class WorkerInfo(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
     max_model_len: Count
     encoder_cache_rows: Count  # the largest item it can hold
     kv_cache_tokens: Count  # the longest request it can hold
+    prefix_cache_tokens: Count = 0  # of earlier prompts, which it can keep
 
     @classmethod
     def of(cls, config: EngineConfig, worker_id: str) -> Self:
+        kv_cache_tokens = config.num_kv_blocks * config.cache.block_size
         return cls(
             worker_id=worker_id,
             role=str(config.role),
             fingerprint=config.fingerprint,
             max_model_len=config.model.max_model_len,
             encoder_cache_rows=config.num_encoder_pages * config.cache.rows_per_page,
-            kv_cache_tokens=config.num_kv_blocks * config.cache.block_size,
+            kv_cache_tokens=kv_cache_tokens,
+            prefix_cache_tokens=kv_cache_tokens if config.cache.enable_prefix_caching else 0,
         )
 
 

@@ -88,7 +88,8 @@ class Cluster:
 def _make_cluster(layout: str, *, costs: FakeCosts | None = None, **options: Any) -> Cluster:
     parsed, fabric = ClusterLayout.parse(layout), Fabric()
     config = replace(CONFIG, is_alone=len(parsed.roles) == 1)
-    metrics, pool = RouterMetrics(), WorkerPool(parsed)
+    metrics = RouterMetrics()
+    pool = WorkerPool(parsed, on_lost=lambda worker: placement.forget_worker(worker))
     workers: dict[str, FakeWorkerClient] = {}
     for role in parsed.roles:
         name = f"{role}{sum(str(other.config.role) == str(role) for other in workers.values())}"

@@ -184,6 +184,8 @@ BAD_KEYS = ("", "k", "0" * 63, "0" * 65, "0" * 64 + "\n", "G" * 64, "A" * 64, ".
         (MESSAGES[-1], "worker_id", BAD_IDS),
         (MESSAGES[-1], "role", ("EPDD",)),
         (MESSAGES[-1], "kv_cache_tokens", (-1, 2**63)),
+        (MESSAGES[-1], "prefix_cache_tokens", (-1, 2**63)),
+        (MESSAGES[-1], "fingerprint.block_size", (-1, 0)),
     ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
