@@ -19,6 +19,7 @@ from triptych.router.choices import ChatDelta, ChoiceEnd, jobs_of_choices, run_c
 from triptych.router.detokenizer import Detokenizer
 from triptych.router.fake_worker_client import FakeCosts, FakeWorkerClient
 from triptych.router.prompt_tokenizer import PromptTokenizer
+from triptych.router.running_request import RunningRequest
 from triptych.router.timing import Stopwatch
 from triptych.router.virtual_time import run_virtual
 
@@ -268,14 +269,26 @@ def test_what_the_first_worker_that_takes_it_finds_counts_and_what_a_replay_find
     make_cluster: Make, make_job: Make
 ) -> None:
     async def run() -> None:
-        cluster = make_cluster("P1D2")
-        cluster["P0"].faults.generates.append(OverloadedError("full"))
-        cluster["D0"].faults.generates.append(Failed("", "no KV", "kv_unavailable", 503, FailureReason.STALE))
+        cluster = make_cluster("P1D1")
+        broken = Failed("", "the step failed", "internal_error", 500, FailureReason.INTERNAL)
+        cluster["P0"].faults.generates.extend([OverloadedError("full"), broken])
         says_first(cluster["P0"], [], [PrefixHit("", 2)], [PrefixHit("", 3)])
         async with cluster.pipeline.run(make_job(), Stopwatch()) as running:
             async for _ in running.tokens():
                 pass
         assert len(cluster["P0"].record.generates) == 3
+        assert running.num_cached_tokens == 2
+
+    run_virtual(run())
+
+
+def test_what_a_preempted_request_finds_again_does_not_count(make_job: Make) -> None:
+    async def run() -> None:
+        running = RunningRequest(make_job(), Stopwatch())
+        running.stopwatch.begin(is_prefill=True)
+        running.see_prefix_hit(2)
+        running.add((TokenLogprob(5, 0.0),))
+        running.see_prefix_hit(3)
         assert running.num_cached_tokens == 2
 
     run_virtual(run())
