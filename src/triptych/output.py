@@ -69,12 +69,13 @@ def _sealed_fields(ticket: ECTicket | KVTicket) -> tuple[bytes, bytes]:
     return type(ticket).__name__.encode(), msgspec.json.encode(msgspec.structs.replace(ticket, seal=""), order="deterministic")
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithms of the model's own distribution (before temperature and filters)."""
+class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Natural logarithms of the model's own distribution (before biases, bans, penalties, temperature and filters)."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most probable first
+    rank: int = 0  # 1 for the most probable token; 0 where no logprobs were asked for
 
 
 # --- scheduler -> runner -------------------------------------------------------------------------------------------

@@ -6,9 +6,13 @@ import openai
 import pytest
 from chat_parts import data_url, fresh_picture, png, user
 from openai import OpenAI
+from tokenizers import Tokenizer
+
+from triptych.demo import CHECKPOINT
 
 QUESTION = "describe the picture."
 LONG = {"ignore_eos": True}
+ORACLE = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 
 
 def picture(name: str) -> list[Any]:
@@ -17,7 +21,7 @@ def picture(name: str) -> list[Any]:
 
 def alone(client: OpenAI, messages: list[Any], seed: int) -> str | None:
     answer = client.chat.completions.create(
-        model="demo", messages=messages, temperature=1.5, seed=seed, max_tokens=8, extra_body=LONG
+        model="demo", messages=messages, temperature=2, seed=seed, max_tokens=30, extra_body=LONG
     )
     return answer.choices[0].message.content
 
@@ -27,13 +31,13 @@ def test_three_answers_are_those_of_the_seeds_that_follow_streamed_or_not(client
     wanted = [alone(client, messages, seed) for seed in (21, 22, 23)]
     assert len(set(wanted)) == 3
     asked: dict[str, Any] = {
-        "model": "demo", "messages": messages, "temperature": 1.5, "seed": 21, "max_tokens": 8, "n": 3, "extra_body": LONG,
+        "model": "demo", "messages": messages, "temperature": 2, "seed": 21, "max_tokens": 30, "n": 3, "extra_body": LONG,
     }  # fmt: skip
     whole = client.chat.completions.create(**asked)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     assert [choice.message.content for choice in whole.choices] == wanted
     assert whole.usage is not None
-    assert whole.usage.completion_tokens == 24
+    assert whole.usage.completion_tokens == 90
     texts = ["", "", ""]
     reasons: list[str | None] = [None, None, None]
     usages: list[Any] = []
@@ -44,7 +48,7 @@ def test_three_answers_are_those_of_the_seeds_that_follow_streamed_or_not(client
             reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert texts == wanted
     assert reasons == ["length"] * 3
-    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(whole.usage.prompt_tokens, 24)]
+    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(whole.usage.prompt_tokens, 90)]
 
 
 def test_cached_tokens_are_always_told(client: OpenAI):
@@ -56,27 +60,33 @@ def test_cached_tokens_are_always_told(client: OpenAI):
         assert 0 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
+def chosen(client: OpenAI, **sampling: Any) -> list[str]:
+    """The tokens of a greedy answer."""
+    answer = client.chat.completions.create(model="demo", messages=user("how are you?"), temperature=0, logprobs=True, **sampling)
+    assert answer.choices[0].logprobs is not None
+    return [entry.token for entry in answer.choices[0].logprobs.content or ()]
+
+
 def test_a_bias_of_100_forces_a_token_and_one_of_minus_100_bans_it(client: OpenAI):
-    asked: dict[str, Any] = {"model": "demo", "messages": user("how are you?"), "temperature": 0, "max_tokens": 4, "logprobs": True}
-    forced = client.chat.completions.create(**asked, logit_bias={"500": 100}, extra_body=LONG)
-    assert forced.choices[0].logprobs is not None
-    tokens = [entry.token for entry in forced.choices[0].logprobs.content or ()]
-    assert len(tokens) == 4
-    assert len(set(tokens)) == 1
-    banned = client.chat.completions.create(**asked, logit_bias={"500": 100, "501": 100, "502": -100}, extra_body=LONG)
-    assert banned.choices[0].logprobs is not None
-    assert tokens[0] in {entry.token for entry in banned.choices[0].logprobs.content or ()} or banned.choices[0].message.content
+    first, second = (ORACLE.decode([token_id]) for token_id in (500, 501))
+    assert chosen(client, logit_bias={"500": 100}, max_tokens=3) == [first] * 3
+    assert chosen(client, logit_bias={"500": -100, "501": 100}, max_tokens=3) == [second] * 3
 
 
-def test_penalties_keep_an_answer_from_repeating_itself(client: OpenAI):
-    asked: dict[str, Any] = {"model": "demo", "messages": user("how are you?"), "temperature": 0, "max_tokens": 12, "logprobs": True}
-    for penalties in ({"presence_penalty": 2}, {"frequency_penalty": 2}, {"extra_body": {"repetition_penalty": 1.3, "min_p": 0.1}}):
-        answer = client.chat.completions.create(**asked, **penalties)
-        assert answer.choices[0].finish_reason in ("stop", "length")
+def test_penalties_are_taken_and_a_strong_one_changes_the_second_token(client: OpenAI):
+    both = {ORACLE.decode([token_id]) for token_id in (500, 501)}
+    biases = {"500": 100, "501": 100}
+    assert set(chosen(client, logit_bias=biases, max_tokens=2, extra_body={"repetition_penalty": 2})) == both
+    assert len(chosen(client, presence_penalty=2, frequency_penalty=-2, max_tokens=3, extra_body={"min_p": 0.1, **LONG})) == 3
 
 
 def test_prompt_logprobs_have_an_entry_per_token_of_the_prompt(client: OpenAI):
-    asked: dict[str, Any] = {"model": "demo", "messages": picture("prompt"), "max_tokens": 1, "extra_body": {"prompt_logprobs": 2}}
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": picture("prompt"),
+        "max_tokens": 1,
+        "extra_body": {"prompt_logprobs": 2},
+    }
     answer = client.chat.completions.create(**asked)
     assert answer.usage is not None
     entries: list[dict[str, dict[str, Any]] | None] = (answer.model_extra or {})["prompt_logprobs"]

@@ -47,15 +47,16 @@ def test_a_list_of_conversations_gives_each_the_answer_it_has_alone(llm: LLM) ->
 
 
 def test_n_answers_are_those_of_the_seeds_that_follow_and_the_first_is_the_answer(llm: LLM) -> None:
-    sampling: dict[str, Any] = {"max_tokens": 6, "temperature": 1.5, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 2, "ignore_eos": True}
     alone = [llm.chat("describe the picture.", seed=seed, **sampling) for seed in (5, 6, 7)]
+    assert len({each.token_ids for each in alone}) == 3
     output = llm.chat("describe the picture.", seed=5, n=3, logprobs=0, **sampling)
     assert [choice.token_ids for choice in output.choices] == [each.token_ids for each in alone]
     assert [choice.text for choice in output.choices] == [each.text for each in alone]
     assert (output.text, output.token_ids, output.finish_reason) == (alone[0].text, alone[0].token_ids, "length")
-    assert [len(choice.logprobs) for choice in output.choices] == [6, 6, 6]
+    assert [len(choice.logprobs) for choice in output.choices] == [30, 30, 30]
     assert output.logprobs == output.choices[0].logprobs
-    assert output.usage.num_completion_tokens == 18
+    assert output.usage.num_completion_tokens == 90
     assert output.usage.num_prompt_tokens == alone[0].usage.num_prompt_tokens
 
 

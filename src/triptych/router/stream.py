@@ -149,10 +149,9 @@ def to_prompt_logprobs(tokens: PromptLogprobList, tokenizer: PromptTokenizer) ->
 
 def _to_ranked(token: TokenLogprob, tokenizer: PromptTokenizer) -> dict[int, PromptLogprob]:
     ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, 1)]
-    rank = next((rank for token_id, _, rank in ranked if token_id == token.token_id), 0)
     return {
         token_id: PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=tokenizer.token_text(token_id))
-        for token_id, logprob, rank in [(token.token_id, token.logprob, rank), *ranked]
+        for token_id, logprob, rank in [(token.token_id, token.logprob, token.rank), *ranked]
     }
 
 

@@ -47,7 +47,7 @@ def texts_by_hand(served: Any, worker: str, count: int) -> list[str]:
 
 
 def says_first(worker: FakeWorkerClient, *calls: Sequence[GenerateEvent]) -> None:
-    """The worker's next answers begin with these events, those of one call after those of another."""
+    """The worker's next answers begin with these events, those of one call after those of another; in place of its own of their kinds."""
     generate, left = worker.generate, list(calls)
 
     async def with_events(request: Any) -> AsyncGenerator[GenerateEvent]:
@@ -55,7 +55,8 @@ def says_first(worker: FakeWorkerClient, *calls: Sequence[GenerateEvent]) -> Non
             for event in left.pop(0) if left else ():
                 yield event
             async for event in answer:
-                yield event
+                if not isinstance(event, PrefixHit | PromptLogprobs):
+                    yield event
 
     worker.generate = with_events
 
@@ -299,8 +300,8 @@ async def test_prompt_logprobs_stand_beside_the_choices_as_in_vllm(serve: Serve)
         await served.post(ask())
         prompt = served.workers["P0"].record.generates[0].token_ids
         # the prompt's own token is the second most probable at first, then not among the two best; sent in two pieces, one of them twice
-        near = TokenLogprob(prompt[1], -1.5, ((400, -0.5), (prompt[1], -1.5)))
-        far = [TokenLogprob(token_id, float("-inf"), ((400, -0.5), (401, -1.0))) for token_id in prompt[2:]]
+        near = TokenLogprob(prompt[1], -1.5, ((400, -0.5), (prompt[1], -1.5)), rank=2)
+        far = [TokenLogprob(token_id, float("-inf"), ((400, -0.5), (401, -1.0)), rank=900) for token_id in prompt[2:]]
         pieces = [PromptLogprobs("", 1, (near, *far[:2])), PromptLogprobs("", 3, tuple(far[1:]))]
         says_first(served.workers["P0"], pieces)
         status, answer = await served.post(ask(n=2, prompt_logprobs=2))
@@ -313,7 +314,7 @@ async def test_prompt_logprobs_stand_beside_the_choices_as_in_vllm(serve: Serve)
             "400": {"logprob": -0.5, "rank": 1, "decoded_token": ORACLE.decode([400])},
         }
         assert list(entries[-1]) == [str(prompt[-1]), "400", "401"]
-        assert entries[-1][str(prompt[-1])]["logprob"] == -9999.0
+        assert (entries[-1][str(prompt[-1])]["logprob"], entries[-1][str(prompt[-1])]["rank"]) == (-9999.0, 900)
         asked = [request.sampling_params.prompt_logprobs for request in served.workers["P0"].record.generates]
         assert asked == [None, 2, None]
 
