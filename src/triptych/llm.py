@@ -20,6 +20,7 @@ from triptych.models.inspect import resolve_model
 from triptych.models.layout.registry import get_layout_adapter
 from triptych.output import TokenLogprob
 from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
+from triptych.router.chat_sampling import ChatSampling
 from triptych.router.choices import MAX_CHOICES, PromptLogprobList, WholeChoice
 from triptych.router.options import RouterOptions
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
@@ -122,8 +123,8 @@ class LLM:
         """Answer one conversation (a list of messages, or a string for one user message), or each of a list of them, batched.
 
         Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
-        fields of `ChatRequest`: n, max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-        logit_bias, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs, prompt_logprobs, priority, cache_salt.
+        fields of `ChatRequest` and `ChatSampling`: n, max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs, prompt_logprobs, priority, cache_salt.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
         if not _is_list(messages) and not isinstance(messages, str):
@@ -154,7 +155,9 @@ class LLM:
             async for part in answer:
                 if isinstance(part, ChatEnd):
                     return ChatOutput(
-                        choices=tuple(_to_choice(choice, has_logprobs=request.logprobs is not None) for choice in choices),
+                        choices=tuple(
+                            _to_choice(choice, has_logprobs=request.sampling.logprobs is not None) for choice in choices
+                        ),
                         usage=part.usage,
                         timing=part.timing.to_dict(),
                         prompt_logprobs=part.prompt_logprobs or (),
@@ -234,11 +237,13 @@ def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGua
 
 
 def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequest:
-    known = [each.name for each in fields(ChatRequest) if each.name != "messages"]
+    of_sampling = [each.name for each in fields(ChatSampling)]
+    known = [*of_sampling, *(each.name for each in fields(ChatRequest) if each.name not in ("messages", "sampling"))]
     for name in sampling:
         if name not in known:
             raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
-    values = {name: _to_value(name, value) for name, value in sampling.items()}
+    values = {name: _to_value(name, value) for name, value in sampling.items() if name not in of_sampling}
+    values["sampling"] = ChatSampling(**{name: _to_value(name, value) for name, value in sampling.items() if name in of_sampling})
     if isinstance(messages, str):
         return ChatRequest((ChatMessage("user", messages),), **values)
     if not _is_list(messages):
@@ -258,7 +263,7 @@ def _shown(value: object) -> str:
 
 
 def _to_value(name: str, value: Any) -> Any:
-    """One of the fields of `ChatRequest`, with its type checked; ranges are `SamplingParams`' business."""
+    """One of the fields of `ChatRequest` or `ChatSampling`, with its type checked; ranges are `SamplingParams`' business."""
     match name:
         case "stop":
             texts = (value,) if isinstance(value, str) else () if value is None else value

@@ -1,16 +1,16 @@
 """`ChatService`: one conversation in, text as it comes out. The router's routes and `LLM` both end up here."""
 
 import asyncio
-import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
 import aiohttp
 
 from triptych.errors import ContextOverflowError, DeadlineError, RequestError, TriptychError
+from triptych.router.chat_sampling import ChatSampling
 from triptych.router.choices import MAX_CHOICES, ChatDelta, ChoiceEnd, PromptLogprobList, jobs_of_choices, run_choices
 from triptych.router.detokenizer import Detokenizer
 from triptych.router.metrics import RouterMetrics
@@ -19,33 +19,18 @@ from triptych.router.pool import WorkerPool
 from triptych.router.render import ChatMessage, RenderedPrompt, Renderer
 from triptych.router.running_request import GenerateJob
 from triptych.router.timing import Stopwatch, Timing
-from triptych.sampling_params import SamplingParams
 
 CLIENT_LEFT = 499  # nginx's word for it; only metrics see it
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """None takes the model's own default. Raises `RequestError` for an `n` out of range; the other ranges are `SamplingParams`' business."""
+    """Raises `RequestError` for an `n` out of range."""
 
     messages: tuple[ChatMessage, ...]
+    sampling: ChatSampling = ChatSampling()
     n: int = 1  # answers
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # by token id
-    seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives per token
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
     priority: int = 0
     cache_salt: str = ""  # requests with different salts share no embeddings
 
@@ -131,7 +116,7 @@ class ChatService:
             prompt = await self._render(chat, stopwatch)
             jobs = jobs_of_choices(self._make_job(chat, prompt), chat.n)
             stopwatches = [stopwatch, *(stopwatch.fork() for _ in jobs[1:])]
-            make_detokenizer = partial(Detokenizer, self.renderer.tokenizer, chat.stop, chat.min_tokens)
+            make_detokenizer = partial(Detokenizer, self.renderer.tokenizer, chat.stop, chat.sampling.min_tokens)
             choices = run_choices(self._pipeline, list(zip(jobs, stopwatches, strict=True)), make_detokenizer)
             async with aclosing(choices) as parts:
                 async for part in parts:
@@ -166,8 +151,12 @@ class ChatService:
         """Raises what is wrong with the request before any worker hears of it."""
         num_prompt = len(prompt.token_ids)
         self._check_items(prompt)
-        sampling = self._make_sampling(chat, self._room(num_prompt, chat.max_tokens))
-        sampling.check()
+        sampling = chat.sampling.to_params(
+            self.renderer.sampling_defaults,
+            self.renderer.eos_token_ids,
+            room=self._room(num_prompt, chat.sampling.max_tokens),
+            vocab_size=self._vocab_size,
+        )
         return GenerateJob(
             f"req-{uuid4().hex}",
             prompt.token_ids,
@@ -176,30 +165,6 @@ class ChatService:
             dict(prompt.media),
             priority=chat.priority,
             cache_salt=chat.cache_salt,
-        )
-
-    def _make_sampling(self, chat: ChatRequest, room: int) -> SamplingParams:
-        """`room`: the tokens that may follow the prompt."""
-        foreign = [token_id for token_id in chat.logit_bias if not 0 <= token_id < self._vocab_size]
-        if foreign:
-            message = f"logit_bias has token id {foreign[0]}; the model's are 0 to {self._vocab_size - 1}."
-            raise RequestError(message, param="logit_bias")
-        defaults = self.renderer.sampling_defaults
-        return SamplingParams(
-            max_tokens=room if chat.max_tokens is None else chat.max_tokens,
-            seed=secrets.randbits(53) if chat.seed is None else chat.seed % 2**63,
-            temperature=defaults.temperature if chat.temperature is None else chat.temperature,
-            top_p=defaults.top_p if chat.top_p is None else chat.top_p,
-            top_k=defaults.top_k if chat.top_k is None else chat.top_k,
-            min_p=defaults.min_p if chat.min_p is None else chat.min_p,
-            repetition_penalty=defaults.repetition_penalty if chat.repetition_penalty is None else chat.repetition_penalty,
-            presence_penalty=chat.presence_penalty or 0.0,
-            frequency_penalty=chat.frequency_penalty or 0.0,
-            logit_bias=dict(chat.logit_bias),
-            min_tokens=chat.min_tokens,
-            stop_token_ids=chat.stop_token_ids + (() if chat.ignore_eos else self.renderer.eos_token_ids),
-            logprobs=chat.logprobs,
-            prompt_logprobs=chat.prompt_logprobs,
         )
 
     def _room(self, num_prompt: int, max_tokens: int | None) -> int:

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from triptych.errors import RequestError, suggest
 from triptych.router.chat import ChatRequest
+from triptych.router.chat_sampling import ChatSampling
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
 
 MAX_STOPS = 16
@@ -102,13 +103,9 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class ChatCompletionRequest(_Strict):
-    """`model` may be left out; there is one."""
+class SamplingFields(_Strict):
+    """`max_completion_tokens` is another word for `max_tokens`."""
 
-    model: str | None = None
-    messages: Annotated[list[RequestMessage], Field(min_length=1)]
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -120,14 +117,42 @@ class ChatCompletionRequest(_Strict):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+
+    def to_sampling(self) -> ChatSampling:
+        return ChatSampling(
+            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_to_token_biases(self.logit_bias or {}),
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class ChatCompletionRequest(SamplingFields):
+    """`model` may be left out; there is one."""
+
+    model: str | None = None
+    messages: Annotated[list[RequestMessage], Field(min_length=1)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     n: int | None = 1
+    stop: str | list[str] | None = None
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
@@ -172,29 +197,15 @@ class ChatCompletionRequest(_Strict):
     def to_chat(self) -> ChatRequest:
         return ChatRequest(
             messages=tuple(_to_message(message) for message in self.messages),
+            sampling=self.to_sampling(),
             n=1 if self.n is None else self.n,
-            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(self.top_k, 0),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=to_token_biases(self.logit_bias or {}),
-            seed=self.seed,
             stop=self.stops,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_logprobs=self.prompt_logprobs,
             priority=self.priority,
             cache_salt=self.cache_salt or "",
         )
 
 
-def to_token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+def _to_token_biases(biases: Mapping[str, float]) -> dict[int, float]:
     """Raises `RequestError` for a key that is no token id."""
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
