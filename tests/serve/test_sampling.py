@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from chat_parts import data_url, fresh_picture, png, user
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
+from server_state import held_at, still_held
 from tokenizers import Tokenizer
 
 from triptych.demo import CHECKPOINT
@@ -49,6 +51,24 @@ def test_three_answers_are_those_of_the_seeds_that_follow_streamed_or_not(client
     assert texts == wanted
     assert reasons == ["length"] * 3
     assert [(usage.prompt_tokens, usage.completion_tokens) for usage in usages] == [(whole.usage.prompt_tokens, 90)]
+
+
+async def test_a_client_that_leaves_a_stream_of_three_answers_leaves_nothing(e1p1d1: str):
+    async with aiohttp.ClientSession() as session, session.get(f"{e1p1d1}/workers") as response:
+        workers = {worker["id"]: worker["url"] for worker in (await response.json())["workers"]}
+    assert len(workers) == 3
+    at_start = {name: await held_at(url) for name, url in workers.items()}
+    async with AsyncOpenAI(base_url=f"{e1p1d1}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="demo", messages=picture("leaves"), n=3, max_tokens=2000, stream=True, extra_body=LONG
+        )
+        seen: set[int] = set()
+        async for chunk in stream:
+            seen |= {choice.index for choice in chunk.choices if choice.delta.content}
+            if len(seen) == 3:
+                break
+        await stream.close()
+    assert await still_held(workers, at_start) == []
 
 
 def test_cached_tokens_are_always_told(client: OpenAI):
