@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, fields
 from io import BytesIO
 from numbers import Integral, Real
@@ -20,6 +20,8 @@ from triptych.models.inspect import resolve_model
 from triptych.models.layout.registry import get_layout_adapter
 from triptych.output import TokenLogprob
 from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
+from triptych.router.chat_sampling import ChatSampling
+from triptych.router.choices import MAX_CHOICES, PromptLogprobList, WholeChoice
 from triptych.router.options import RouterOptions
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
 from triptych.router.serving import Serving, open_serving
@@ -30,15 +32,40 @@ Conversation = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOutput:
-    """`logprobs` has one entry per token if they were asked for. `timing` is in milliseconds by stage, and counts (see router/timing.py)."""
+class ChatChoice:
+    """One answer. `logprobs` has one entry per token if they were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The `n` answers to a conversation; `text` and its like are the first one's. `timing` is in milliseconds by stage, and counts (see
+    router/timing.py), of the answer that was whole last. `prompt_logprobs`, if they were asked for, has one entry per token of the prompt."""
+
+    choices: tuple[ChatChoice, ...]
     usage: ChatUsage
     timing: dict[str, float]
-    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: PromptLogprobList = ()
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.choices[0].logprobs
 
 
 class LLM:
@@ -71,8 +98,8 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        # Twice what runs at once: the next requests are rendered and encoded meanwhile.
-        self._places = asyncio.Semaphore(2 * config.scheduler.max_num_seqs)
+        self._places = asyncio.Semaphore(_max_in_flight(config))
+        self._door = asyncio.Lock()
 
     async def _open(self, config: EngineConfig, worker: Worker, request_timeout_s: float) -> Serving:
         self._resources.push_async_callback(worker.close)
@@ -80,7 +107,7 @@ class LLM:
             model=config.model,
             layout=ClusterLayout(((config.role, 1),)),
             media=config.media,
-            max_in_flight=2 * config.scheduler.max_num_seqs,
+            max_in_flight=_max_in_flight(config),
             request_timeout_s=request_timeout_s,
             worker_wait_s=0.0,
         )
@@ -96,8 +123,8 @@ class LLM:
         """Answer one conversation (a list of messages, or a string for one user message), or each of a list of them, batched.
 
         Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
-        fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs,
-        priority, cache_salt.
+        fields of `ChatRequest` and `ChatSampling`: n, max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs, prompt_logprobs, priority, cache_salt.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
         if not _is_list(messages) and not isinstance(messages, str):
@@ -120,21 +147,22 @@ class LLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, request: ChatRequest) -> ChatOutput:
-        texts: list[str] = []
-        tokens: list[TokenLogprob] = []
-        async with self._places:
-            async for part in self._serving.chat.answer(request):
+        choices = [WholeChoice() for _ in range(request.n)]
+        async with AsyncExitStack() as places, aclosing(self._serving.chat.answer(request)) as answer:
+            async with self._door:  # one at a time, so that no two wait for each other's places
+                for _ in choices:
+                    await places.enter_async_context(self._places)
+            async for part in answer:
                 if isinstance(part, ChatEnd):
                     return ChatOutput(
-                        text="".join(texts),
-                        token_ids=tuple(token.token_id for token in tokens),
-                        finish_reason=part.finish_reason,
+                        choices=tuple(
+                            _to_choice(choice, has_logprobs=request.sampling.logprobs is not None) for choice in choices
+                        ),
                         usage=part.usage,
                         timing=part.timing.to_dict(),
-                        logprobs=tuple(tokens) if request.logprobs is not None else (),
+                        prompt_logprobs=part.prompt_logprobs or (),
                     )
-                texts.append(part.text)
-                tokens += part.tokens
+                choices[part.index].add(part)
         raise AssertionError("an answer ends with a ChatEnd or an error")
 
     def close(self) -> None:
@@ -182,6 +210,20 @@ class _LoopThread:
         self._loop.close()
 
 
+def _max_in_flight(config: EngineConfig) -> int:
+    """Twice what runs at once: the next requests are rendered and encoded meanwhile. At least as many as one conversation may ask for."""
+    return max(2 * config.scheduler.max_num_seqs, MAX_CHOICES)
+
+
+def _to_choice(choice: WholeChoice, *, has_logprobs: bool) -> ChatChoice:
+    return ChatChoice(
+        choice.text,
+        tuple(token.token_id for token in choice.tokens),
+        choice.finish_reason,
+        tuple(choice.tokens) if has_logprobs else (),
+    )
+
+
 def _sections(settings: Mapping[str, Any]) -> dict[str, Any]:
     known = [setting.name for setting in SETTINGS]
     for name in settings:
@@ -195,11 +237,13 @@ def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGua
 
 
 def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequest:
-    known = [each.name for each in fields(ChatRequest) if each.name != "messages"]
+    of_sampling = [each.name for each in fields(ChatSampling)]
+    known = [*of_sampling, *(each.name for each in fields(ChatRequest) if each.name not in ("messages", "sampling"))]
     for name in sampling:
         if name not in known:
             raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
-    values = {name: _to_value(name, value) for name, value in sampling.items()}
+    values = {name: _to_value(name, value) for name, value in sampling.items() if name not in of_sampling}
+    values["sampling"] = ChatSampling(**{name: _to_value(name, value) for name, value in sampling.items() if name in of_sampling})
     if isinstance(messages, str):
         return ChatRequest((ChatMessage("user", messages),), **values)
     if not _is_list(messages):
@@ -219,7 +263,7 @@ def _shown(value: object) -> str:
 
 
 def _to_value(name: str, value: Any) -> Any:
-    """One of the fields of `ChatRequest`, with its type checked; ranges are `SamplingParams`' business."""
+    """One of the fields of `ChatRequest` or `ChatSampling`, with its type checked; ranges are `SamplingParams`' business."""
     match name:
         case "stop":
             texts = (value,) if isinstance(value, str) else () if value is None else value
@@ -239,17 +283,26 @@ def _to_value(name: str, value: Any) -> Any:
             if value is None or isinstance(value, str):
                 return value or ""
             wanted = "a string"
-        case "temperature" | "top_p":
-            if value is None or (not isinstance(value, bool) and isinstance(value, Real)):
+        case "temperature" | "top_p" | "min_p" | "repetition_penalty" | "presence_penalty" | "frequency_penalty":
+            if value is None or _is_number(value):
                 return value if value is None or isinstance(value, int) else float(value)  # a large integer would overflow
             wanted = "a number"
+        case "logit_bias":
+            biases: Any = {} if value is None else value
+            if isinstance(biases, Mapping) and all(_is_integer(key) and _is_number(bias) for key, bias in biases.items()):
+                return {int(key): bias if isinstance(bias, int) else float(bias) for key, bias in biases.items()}
+            wanted = "a dict from token ids to numbers"
         case _:
-            if value is None and name not in ("min_tokens", "priority"):
+            if value is None and name not in ("n", "min_tokens", "priority"):
                 return None
             if _is_integer(value):
                 return int(value)
             wanted = "an integer"
     raise RequestError(f"{name} is {_shown(value)}; it must be {wanted}.", param=name)
+
+
+def _is_number(value: object) -> TypeGuard[Real]:
+    return not isinstance(value, bool) and isinstance(value, Real)
 
 
 def _is_integer(value: object) -> TypeGuard[Integral]:

@@ -46,6 +46,26 @@ def test_a_list_of_conversations_gives_each_the_answer_it_has_alone(llm: LLM) ->
     ]
 
 
+def test_n_answers_are_those_of_the_seeds_that_follow_and_the_first_is_the_answer(llm: LLM) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 30, "temperature": 2, "ignore_eos": True}
+    alone = [llm.chat("describe the picture.", seed=seed, **sampling) for seed in (5, 6, 7)]
+    assert len({each.token_ids for each in alone}) == 3
+    output = llm.chat("describe the picture.", seed=5, n=3, logprobs=0, **sampling)
+    assert [choice.token_ids for choice in output.choices] == [each.token_ids for each in alone]
+    assert [choice.text for choice in output.choices] == [each.text for each in alone]
+    assert (output.text, output.token_ids, output.finish_reason) == (alone[0].text, alone[0].token_ids, "length")
+    assert [len(choice.logprobs) for choice in output.choices] == [30, 30, 30]
+    assert output.logprobs == output.choices[0].logprobs
+    assert output.usage.num_completion_tokens == 90
+    assert output.usage.num_prompt_tokens == alone[0].usage.num_prompt_tokens
+
+
+def test_more_answers_than_there_are_places_wait_for_each_other(llm: LLM) -> None:
+    outputs = llm.chat(["hello"] * 5, n=60, max_tokens=1, temperature=0)  # 300 answers; 128 at once
+    assert {len(output.choices) for output in outputs} == {60}
+    assert len({choice.token_ids for output in outputs for choice in output.choices}) == 1
+
+
 def test_conversations_of_one_salt_share_a_pictures_embeddings_and_those_of_two_do_not(llm: LLM) -> None:
     messages = [{"role": "user", "content": [{"type": "image", "image": draw(random_picture(Random(8), (112, 112)))}]}]
     (worker,) = llm._serving.pool.workers  # pyright: ignore[reportPrivateUsage]
@@ -124,6 +144,15 @@ def test_close_ends_its_threads_and_may_be_called_twice() -> None:
         ("hello", {"stop": 0}, "stop is 0 .* a list of strings"),
         ("hello", {"stop": [""]}, "stop is .* none of them empty"),
         ("hello", {"stop_token_ids": "12"}, "stop_token_ids is '12' .* a list of integers"),
+        ("hello", {"n": None}, "n is None .* an integer"),
+        ("hello", {"n": 0}, "n is 0; it must be at least 1 and at most 128"),
+        ("hello", {"min_p": "a"}, "min_p is 'a' .* a number"),
+        ("hello", {"repetition_penalty": 0.0}, "repetition_penalty is 0; .* greater than 0"),
+        ("hello", {"logit_bias": {"5": 1}}, "logit_bias is .* a dict from token ids to numbers"),
+        ("hello", {"logit_bias": {5: "a"}}, "logit_bias is .* a dict from token ids to numbers"),
+        ("hello", {"logit_bias": {5: 10**400}}, r"logit_bias\[5\] is 1000.* at most 100"),
+        ("hello", {"logit_bias": {10**6: 1}}, "logit_bias has token id 1000000; the model's are 0 to 1023"),
+        ("hello", {"prompt_logprobs": 1.5}, "prompt_logprobs is 1.5 .* an integer"),
         ("hello", {"ignore_eos": 1}, "ignore_eos is 1 .* True or False"),
     ],
 )

@@ -1,45 +1,42 @@
 """`ChatService`: one conversation in, text as it comes out. The router's routes and `LLM` both end up here."""
 
 import asyncio
-import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 import aiohttp
 
 from triptych.errors import ContextOverflowError, DeadlineError, RequestError, TriptychError
-from triptych.output import TokenLogprob
+from triptych.router.chat_sampling import ChatSampling
+from triptych.router.choices import MAX_CHOICES, ChatDelta, ChoiceEnd, PromptLogprobList, jobs_of_choices, run_choices
 from triptych.router.detokenizer import Detokenizer
 from triptych.router.metrics import RouterMetrics
 from triptych.router.pipeline import Pipeline
 from triptych.router.pool import WorkerPool
 from triptych.router.render import ChatMessage, RenderedPrompt, Renderer
-from triptych.router.running_request import GenerateJob, RunningRequest
+from triptych.router.running_request import GenerateJob
 from triptych.router.timing import Stopwatch, Timing
-from triptych.sampling_params import SamplingParams
 
 CLIENT_LEFT = 499  # nginx's word for it; only metrics see it
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """None takes the model's own default."""
+    """Raises `RequestError` for an `n` out of range."""
 
     messages: tuple[ChatMessage, ...]
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    sampling: ChatSampling = ChatSampling()
+    n: int = 1  # answers
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: int | None = None  # alternatives per token
     priority: int = 0
     cache_salt: str = ""  # requests with different salts share no embeddings
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise RequestError(f"n is {self.n}; it must be at least 1 and at most {MAX_CHOICES}.", param="n")
 
     @property
     def has_media(self) -> bool:
@@ -47,27 +44,26 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatDelta:
-    """`text` may be empty while it is held back."""
-
-    text: str
-    tokens: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ChatUsage:
-    """`num_rows`: those of the prompt's tokens that stand for media, by modality."""
+    """`num_completion_tokens`: of all choices. `num_rows`: those of the prompt's tokens that stand for media, by modality.
+    `num_cached_tokens`: those that needed not be computed, for the first choice."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_rows: dict[str, int]
+    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEnd:
-    finish_reason: str  # "stop" or "length"
+    """All choices are whole. `timing` is that of the one which ended last."""
+
     usage: ChatUsage
     timing: Timing
+    prompt_logprobs: PromptLogprobList | None
+
+
+ChatPart = ChatDelta | ChoiceEnd | ChatEnd
 
 
 class ChatService:
@@ -82,6 +78,7 @@ class ChatService:
         session: aiohttp.ClientSession,
         *,
         max_model_len: int,
+        vocab_size: int,
         request_timeout_s: float,
     ) -> None:
         self.renderer = renderer
@@ -90,16 +87,20 @@ class ChatService:
         self._metrics = metrics
         self._session = session
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._request_timeout_s = request_timeout_s
 
-    async def answer(self, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatEnd]:
-        """Deltas, then one `ChatEnd`; or a `TriptychError`. Closing it early aborts the request. Counts it once, whatever its end."""
-        status, outcome = CLIENT_LEFT, "client_left"
+    async def answer(self, chat: ChatRequest) -> AsyncGenerator[ChatPart]:
+        """Of each choice deltas and a `ChoiceEnd`, then one `ChatEnd`; or a `TriptychError`. Closing it early aborts the request. Counts it
+        once, whatever its end; its outcome is that of the choice which ended last."""
+        status, outcome, finish_reason = CLIENT_LEFT, "client_left", ""
         try:
             async with aclosing(self._answer(chat)) as answer:
                 async for part in answer:
                     if isinstance(part, ChatEnd):
-                        status, outcome = 200, part.finish_reason
+                        status, outcome = 200, finish_reason
+                    elif isinstance(part, ChoiceEnd):
+                        finish_reason = part.finish_reason
                     yield part
         except TriptychError as error:
             status, outcome = error.status, error.type
@@ -107,22 +108,27 @@ class ChatService:
         finally:
             self._metrics.requests.labels(outcome, str(status)).inc()
 
-    async def _answer(self, chat: ChatRequest) -> AsyncGenerator[ChatDelta | ChatEnd]:
+    async def _answer(self, chat: ChatRequest) -> AsyncGenerator[ChatPart]:
         stopwatch = Stopwatch()
-        async with self._pipeline.admitted():
+        ends: list[ChoiceEnd] = []
+        num_tokens = 0
+        async with self._pipeline.admitted(chat.n):
             prompt = await self._render(chat, stopwatch)
-            job = self._make_job(chat, prompt)
-            async with self._pipeline.run(job, stopwatch) as running:
-                detokenizer = Detokenizer(self.renderer.tokenizer, chat.stop, chat.min_tokens)
-                num_tokens = 0
-                async with aclosing(read_deltas(running, detokenizer)) as deltas:
-                    async for delta in deltas:
-                        num_tokens += len(delta.tokens)
-                        yield delta
-                reason = "stop" if detokenizer.is_stopped else running.finish_reason
-                end = ChatEnd(reason, ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows), stopwatch.timing())
-                self._count(stopwatch, end.usage)
-        yield end
+            jobs = jobs_of_choices(self._make_job(chat, prompt), chat.n)
+            stopwatches = [stopwatch, *(stopwatch.fork() for _ in jobs[1:])]
+            make_detokenizer = partial(Detokenizer, self.renderer.tokenizer, chat.stop, chat.sampling.min_tokens)
+            choices = run_choices(self._pipeline, list(zip(jobs, stopwatches, strict=True)), make_detokenizer)
+            async with aclosing(choices) as parts:
+                async for part in parts:
+                    if isinstance(part, ChoiceEnd):
+                        ends.append(part)
+                    else:
+                        num_tokens += len(part.tokens)
+                    yield part
+            first = min(ends, key=lambda end: end.index)
+            usage = ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows, first.num_cached_tokens)
+            self._count(stopwatches, usage)
+        yield ChatEnd(usage, ends[-1].timing, first.prompt_logprobs)
 
     async def _render(self, chat: ChatRequest, stopwatch: Stopwatch) -> RenderedPrompt:
         if chat.has_media and not self._pool.takes_media:
@@ -145,19 +151,12 @@ class ChatService:
         """Raises what is wrong with the request before any worker hears of it."""
         num_prompt = len(prompt.token_ids)
         self._check_items(prompt)
-        room = self._room(num_prompt, chat.max_tokens)
-        defaults = self.renderer.sampling_defaults
-        sampling = SamplingParams(
-            max_tokens=room if chat.max_tokens is None else chat.max_tokens,
-            seed=secrets.randbits(53) if chat.seed is None else chat.seed % 2**63,
-            temperature=defaults.temperature if chat.temperature is None else chat.temperature,
-            top_p=defaults.top_p if chat.top_p is None else chat.top_p,
-            top_k=defaults.top_k if chat.top_k is None else chat.top_k,
-            min_tokens=chat.min_tokens,
-            stop_token_ids=chat.stop_token_ids + (() if chat.ignore_eos else self.renderer.eos_token_ids),
-            logprobs=chat.logprobs,
+        sampling = chat.sampling.to_params(
+            self.renderer.sampling_defaults,
+            self.renderer.eos_token_ids,
+            room=self._room(num_prompt, chat.sampling.max_tokens),
+            vocab_size=self._vocab_size,
         )
-        sampling.check()
         return GenerateJob(
             f"req-{uuid4().hex}",
             prompt.token_ids,
@@ -194,26 +193,11 @@ class ChatService:
                     param="messages",
                 )
 
-    def _count(self, stopwatch: Stopwatch, usage: ChatUsage) -> None:
-        if stopwatch.to_first_token_s is not None:
-            self._metrics.ttft.observe(stopwatch.to_first_token_s)
-        self._metrics.e2e.observe(stopwatch.elapsed_s)
+    def _count(self, stopwatches: Sequence[Stopwatch], usage: ChatUsage) -> None:
+        """The request's first token is the first of any choice."""
+        to_first_token_s = [each.to_first_token_s for each in stopwatches if each.to_first_token_s is not None]
+        if to_first_token_s:
+            self._metrics.ttft.observe(min(to_first_token_s))
+        self._metrics.e2e.observe(stopwatches[0].elapsed_s)
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.completion_tokens.inc(usage.num_completion_tokens)
-
-
-async def read_deltas(running: RunningRequest, detokenizer: Detokenizer) -> AsyncGenerator[ChatDelta]:
-    """What came of each batch of tokens. A stop string ends it: nothing behind it is read."""
-    async with aclosing(running.tokens()) as batches:
-        async for batch in batches:
-            texts: list[str] = []
-            for token in batch:
-                texts.append(detokenizer.add(token.token_id))
-                if detokenizer.is_stopped:
-                    break
-            yield ChatDelta("".join(texts), batch[: len(texts)])
-            if detokenizer.is_stopped:
-                return
-    rest = detokenizer.flush()
-    if rest:
-        yield ChatDelta(rest, ())

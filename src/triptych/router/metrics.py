@@ -57,7 +57,9 @@ class RouterMetrics:
             ("stage",),
             registry=self.registry,
         )
-        self.in_flight = Gauge("triptych_requests_in_flight", "Requests under way.", registry=self.registry)
+        self.in_flight = Gauge(
+            "triptych_requests_in_flight", "Requests under way; one for n answers counts n times.", registry=self.registry
+        )
         self.workers = Gauge("triptych_workers", "Workers, by role and state.", ("role", "state"), registry=self.registry)
         self.lost_workers = Counter("triptych_workers_lost", "Workers lost, by role.", ("role",), registry=self.registry)
 

@@ -31,6 +31,7 @@ from triptych.errors import (
     FailureReason,
     InternalError,
     OverloadedError,
+    RequestError,
     TriptychError,
     UnavailableError,
     WorkerLostError,
@@ -103,21 +104,25 @@ class Pipeline:
         return self._encodes.num_under_way
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncGenerator[None]:
-        """A place for a request, from before its rendering to its end. Raises `OverloadedError`; `UnavailableError` while stopping."""
+    async def admitted(self, num_choices: int = 1) -> AsyncGenerator[None]:
+        """A place for each answer to a request, from before its rendering to its end; all or none. Raises `RequestError` if there are not
+        so many, `OverloadedError` if there are not now; `UnavailableError` while stopping."""
         if self._is_stopping:
             raise _stopping_error()
-        if self._num_admitted >= self._max_in_flight:
+        if num_choices > self._max_in_flight:
+            message = f"n is {num_choices}, but at most {self._max_in_flight} answers may be under way at once (--max-in-flight)."
+            raise RequestError(message, param="n")
+        if self._num_admitted + num_choices > self._max_in_flight:
             wait_s = self._retry_after_s
-            message = f"{self._num_admitted} requests are under way, as many as are allowed; try again in {wait_s:.0f} s."
+            message = f"{self._num_admitted} answers are under way, of {self._max_in_flight} that are allowed; try again in {wait_s:.0f} s."
             raise OverloadedError(message, retry_after_s=wait_s)
         started_at = asyncio.get_running_loop().time()
-        self._num_admitted += 1
+        self._num_admitted += num_choices
         self._metrics.in_flight.set(self._num_admitted)
         try:
             yield
         finally:
-            self._num_admitted -= 1
+            self._num_admitted -= num_choices
             self._metrics.in_flight.set(self._num_admitted)
             stay_s = asyncio.get_running_loop().time() - started_at
             self._mean_stay_s += (stay_s - self._mean_stay_s) / 8
@@ -236,8 +241,11 @@ class Pipeline:
                     case ECLoaded():
                         feed.arrived(event.key, worker)
                     case PrefixHit():
+                        request.see_prefix_hit(event.num_tokens)
                         feed.covered(event.num_tokens)
-                    case PromptLogprobs() | KVPublished():
+                    case PromptLogprobs():
+                        request.add_prompt_logprobs(event.start, event.tokens)
+                    case KVPublished():
                         pass
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"

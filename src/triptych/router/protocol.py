@@ -1,7 +1,7 @@
 """OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
 
-Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority`, `cache_salt` in, `timing` out (milliseconds by stage, and
-counts; see timing.py).
+Beyond OpenAI, as in vLLM: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `prompt_logprobs`, `priority`,
+`cache_salt` in, `prompt_logprobs` out. Our own: `timing` out (milliseconds by stage, and counts; see timing.py).
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,13 @@ from pydantic_core import ErrorDetails, from_json
 
 from triptych.errors import RequestError, suggest
 from triptych.router.chat import ChatRequest
+from triptych.router.chat_sampling import ChatSampling
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_ID_LENGTH = 256
+MAX_BIASES = 1024
 
 # OpenAI's (and vLLM's) fields that ask for something Triptych does not do: accepted only with a value that asks for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -26,11 +28,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
     "best_of": (None, 1),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -106,26 +103,56 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class ChatCompletionRequest(_Strict):
+class SamplingFields(_Strict):
+    """`max_completion_tokens` is another word for `max_tokens`."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def to_sampling(self) -> ChatSampling:
+        return ChatSampling(
+            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_to_token_biases(self.logit_bias or {}),
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class ChatCompletionRequest(SamplingFields):
     """`model` may be left out; there is one."""
 
     model: str | None = None
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     n: int | None = 1
+    stop: str | list[str] | None = None
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
@@ -148,16 +175,14 @@ class ChatCompletionRequest(_Strict):
 
     def check(self) -> None:
         """What types cannot say."""
-        if self.n not in (None, 1):
-            raise RequestError(
-                f"n is {self.n}; it must be 1, as Triptych gives one answer per request: for several, send several.", param="n"
-            )
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("max_tokens and max_completion_tokens say different things; send one of them.", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true.", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed; leave it out, or stream.", param="prompt_logprobs")
         if len(self.stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stops):
             raise RequestError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters each.", param="stop")
 
@@ -172,19 +197,20 @@ class ChatCompletionRequest(_Strict):
     def to_chat(self) -> ChatRequest:
         return ChatRequest(
             messages=tuple(_to_message(message) for message in self.messages),
-            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(self.top_k, 0),
-            seed=self.seed,
+            sampling=self.to_sampling(),
+            n=1 if self.n is None else self.n,
             stop=self.stops,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             priority=self.priority,
             cache_salt=self.cache_salt or "",
         )
+
+
+def _to_token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    """Raises `RequestError` for a key that is no token id."""
+    for name in biases:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise RequestError(f"logit_bias has the key '{name:.20}'; keys are token ids, such as '1234'.", param="logit_bias")
+    return {int(name): bias for name, bias in biases.items()}
 
 
 def _without_neutral(values: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +301,14 @@ class Choice(BaseModel):
     finish_reason: str
 
 
+class PromptLogprob(BaseModel):
+    """`rank`: 1 for the most probable token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -282,6 +316,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[Choice]
     usage: Usage
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     timing: dict[str, float | int]
 
 

@@ -82,6 +82,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class Renderer:
@@ -210,12 +212,15 @@ def _read_sampling_defaults(model_dir: Path) -> SamplingDefaults:
     """generation_config.json's. `do_sample: false` there means greedy; a file that does not say leaves OpenAI's defaults."""
     path = model_dir / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
+    repetition_penalty = float(config.get("repetition_penalty") or 1.0)
     if config.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
+        return SamplingDefaults(temperature=0.0, repetition_penalty=repetition_penalty)
     return SamplingDefaults(
         temperature=float(config.get("temperature") or 1.0),
         top_p=float(config.get("top_p") or 1.0),
         top_k=int(config.get("top_k") or 0),
+        min_p=float(config.get("min_p") or 0.0),
+        repetition_penalty=repetition_penalty,
     )
 
 

@@ -37,6 +37,7 @@ class Router:
         wanted = ChatCompletionRequest.parse(body)
         if wanted.model not in (None, "", self.name):
             raise self._unknown(wanted.model)
+        chat = wanted.to_chat()
         head = AnswerHead(
             id=f"chatcmpl-{uuid4().hex}",
             created=int(time.time()),
@@ -44,8 +45,9 @@ class Router:
             tokenizer=self.serving.chat.renderer.tokenizer,
             wants_logprobs=bool(wanted.logprobs),
             wants_usage=wanted.include_usage,
+            num_choices=chat.n,
         )
-        answer = self.serving.chat.answer(wanted.to_chat())
+        answer = self.serving.chat.answer(chat)
         try:
             # Errors before the first token still have a status of their own.
             first = await unless_client_leaves(request, anext(answer))

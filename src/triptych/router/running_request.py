@@ -35,6 +35,8 @@ class RunningRequest:
         self._num_calls = 0
         self._block_hashes: BlockHashes | None = None
         self.finish_reason = ""
+        self.num_cached_tokens = 0  # of the prompt, as the first prefill worker found them
+        self.prompt_logprobs: dict[int, TokenLogprob] = {}  # by the token's place; a replay may send some again
         self.waits_for = "a worker"  # in words, for the sentence of a deadline
         self._inbox: asyncio.Queue[tuple[TokenLogprob, ...] | TriptychError | None] = asyncio.Queue()
 
@@ -52,6 +54,14 @@ class RunningRequest:
         """Each call to a worker has an id of its own, so that what is under way for an earlier one cannot touch a later."""
         self._num_calls += 1
         return f"{self.job.request_id}-{self._num_calls}"
+
+    def see_prefix_hit(self, num_tokens: int) -> None:
+        """The last word before the first token counts. What is found when it is prefilled again has partly been computed for this request."""
+        if not self.stopwatch.num_replays and not self.num_generated_tokens:
+            self.num_cached_tokens = num_tokens
+
+    def add_prompt_logprobs(self, start: int, tokens: tuple[TokenLogprob, ...]) -> None:
+        self.prompt_logprobs.update(enumerate(tokens, start))
 
     async def tokens(self) -> AsyncGenerator[tuple[TokenLogprob, ...]]:
         """Ends when the request has finished, or raises its one error."""

@@ -53,7 +53,8 @@ async def open_serving(options: RouterOptions) -> AsyncGenerator[Serving]:
         async with make_session(options.cluster_secret) as workers, aiohttp.ClientSession(trust_env=False) as web:
             chat = ChatService(
                 renderer, pipeline, pool, metrics, web,
-                max_model_len=model.max_model_len, request_timeout_s=options.request_timeout_s,
+                max_model_len=model.max_model_len, vocab_size=model.vocab_size,
+                request_timeout_s=options.request_timeout_s,
             )  # fmt: skip
             membership = Membership(pool, workers, model.weights_digest)
             try:

@@ -1,4 +1,4 @@
-"""`answer_as_chunks`: an answer as server-sent events, and what comes after the first byte when something goes wrong."""
+"""`answer_as_chunks` and `answer_in_one`: an answer as server-sent events, also when something goes wrong after the first byte; or as one object."""
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from triptych.errors import TriptychError
 from triptych.http_server import error_body
 from triptych.output import TokenLogprob
-from triptych.router.chat import ChatDelta, ChatEnd, ChatUsage
+from triptych.router.chat import ChatEnd, ChatPart, ChatUsage
+from triptych.router.choices import ChatDelta, ChoiceEnd, PromptLogprobList, WholeChoice
 from triptych.router.prompt_tokenizer import PromptTokenizer
 from triptych.router.protocol import (
     AnswerMessage,
@@ -20,10 +21,12 @@ from triptych.router.protocol import (
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
+    PromptLogprob,
     TokenLogprobEntry,
     TopLogprob,
     Usage,
 )
+from triptych.router.timing import Timing
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,32 +41,29 @@ class AnswerHead:
     tokenizer: PromptTokenizer
     wants_logprobs: bool = False
     wants_usage: bool = False
+    num_choices: int = 1
 
     def logprobs(self, tokens: Iterable[TokenLogprob]) -> ChoiceLogprobs | None:
         return _to_logprobs(tokens, self.tokenizer) if self.wants_logprobs else None
 
-    def chunk(self, delta: Delta, tokens: Iterable[TokenLogprob] = (), end: ChatEnd | None = None) -> bytes:
-        choice = ChunkChoice(
-            delta=delta,
-            logprobs=self.logprobs(tokens) if end is None else None,
-            finish_reason=end.finish_reason if end is not None else None,
-        )
+    def chunk(self, choice: ChunkChoice | None, *, usage: Usage | None = None, timing: Timing | None = None) -> bytes:
         return _event(
             ChatCompletionChunk(
                 id=self.id,
                 created=self.created,
                 model=self.model,
-                choices=[choice],
-                timing=end.timing.to_dict() if end is not None else None,
+                choices=[choice] if choice is not None else [],
+                usage=usage,
+                timing=timing.to_dict() if timing is not None else None,
             )
         )
 
 
-async def answer_as_chunks(
-    head: AnswerHead, first: ChatDelta | ChatEnd, rest: AsyncGenerator[ChatDelta | ChatEnd]
-) -> AsyncGenerator[bytes]:
-    """The role first, then text, then the finish reason (and the usage), then `[DONE]`. An error is an event, then `[DONE]`."""
-    yield head.chunk(Delta(role="assistant", content=""))
+async def answer_as_chunks(head: AnswerHead, first: ChatPart, rest: AsyncGenerator[ChatPart]) -> AsyncGenerator[bytes]:
+    """Of each choice the role first, then text, then the finish reason, as they come; then the usage, then `[DONE]`. An error is an event,
+    then `[DONE]`."""
+    for index in range(head.num_choices):
+        yield head.chunk(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
     try:
         for event in _events(head, first):
             yield event
@@ -77,29 +77,27 @@ async def answer_as_chunks(
     yield DONE
 
 
-def _events(head: AnswerHead, part: ChatDelta | ChatEnd) -> list[bytes]:
-    if isinstance(part, ChatDelta):
-        if not part.text and not head.wants_logprobs:
-            return []
-        return [head.chunk(Delta(content=part.text), part.tokens)]
-    events = [head.chunk(Delta(), end=part)]
-    if head.wants_usage:
-        usage = to_usage(part.usage)
-        events.append(_event(ChatCompletionChunk(id=head.id, created=head.created, model=head.model, choices=[], usage=usage)))
-    return events
+def _events(head: AnswerHead, part: ChatPart) -> list[bytes]:
+    match part:
+        case ChatDelta():
+            if not part.text and not head.wants_logprobs:
+                return []
+            delta = Delta(content=part.text)
+            return [head.chunk(ChunkChoice(index=part.index, delta=delta, logprobs=head.logprobs(part.tokens)))]
+        case ChoiceEnd():
+            choice = ChunkChoice(index=part.index, delta=Delta(), finish_reason=part.finish_reason)
+            return [head.chunk(choice, timing=part.timing)]
+        case ChatEnd():
+            return [head.chunk(None, usage=to_usage(part.usage))] if head.wants_usage else []
 
 
-async def answer_in_one(
-    head: AnswerHead, first: ChatDelta | ChatEnd, rest: AsyncGenerator[ChatDelta | ChatEnd]
-) -> ChatCompletion:
+async def answer_in_one(head: AnswerHead, first: ChatPart, rest: AsyncGenerator[ChatPart]) -> ChatCompletion:
     """The whole answer at its end."""
-    texts: list[str] = []
-    tokens: list[TokenLogprob] = []
+    choices = [WholeChoice() for _ in range(head.num_choices)]
     part = first
     async with aclosing(rest):
-        while isinstance(part, ChatDelta):
-            texts.append(part.text)
-            tokens += part.tokens
+        while not isinstance(part, ChatEnd):
+            choices[part.index].add(part)
             part = await anext(rest)
     return ChatCompletion(
         id=head.id,
@@ -107,12 +105,15 @@ async def answer_in_one(
         model=head.model,
         choices=[
             Choice(
-                message=AnswerMessage(content="".join(texts)),
-                logprobs=head.logprobs(tokens),
-                finish_reason=part.finish_reason,
+                index=index,
+                message=AnswerMessage(content=choice.text),
+                logprobs=head.logprobs(choice.tokens),
+                finish_reason=choice.finish_reason,
             )
+            for index, choice in enumerate(choices)
         ],
         usage=to_usage(part.usage),
+        prompt_logprobs=to_prompt_logprobs(part.prompt_logprobs, head.tokenizer) if part.prompt_logprobs is not None else None,
         timing=part.timing.to_dict(),
     )
 
@@ -122,7 +123,10 @@ def to_usage(usage: ChatUsage) -> Usage:
         prompt_tokens=usage.num_prompt_tokens,
         completion_tokens=usage.num_completion_tokens,
         total_tokens=usage.num_prompt_tokens + usage.num_completion_tokens,
-        prompt_tokens_details={f"{modality}_tokens": count for modality, count in usage.num_rows.items()},
+        prompt_tokens_details={
+            "cached_tokens": usage.num_cached_tokens,
+            **{f"{modality}_tokens": count for modality, count in usage.num_rows.items()},
+        },
     )
 
 
@@ -138,10 +142,28 @@ def _to_logprobs(tokens: Iterable[TokenLogprob], tokenizer: PromptTokenizer) -> 
     )
 
 
+def to_prompt_logprobs(tokens: PromptLogprobList, tokenizer: PromptTokenizer) -> list[dict[int, PromptLogprob] | None]:
+    """As vLLM: of each place the prompt's own token, and the most probable ones."""
+    return [_to_ranked(token, tokenizer) if token is not None else None for token in tokens]
+
+
+def _to_ranked(token: TokenLogprob, tokenizer: PromptTokenizer) -> dict[int, PromptLogprob]:
+    ranked = [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, 1)]
+    return {
+        token_id: PromptLogprob(logprob=_finite(logprob), rank=rank, decoded_token=tokenizer.token_text(token_id))
+        for token_id, logprob, rank in [(token.token_id, token.logprob, token.rank), *ranked]
+    }
+
+
+def _finite(logprob: float) -> float:
+    """Minus infinity is not JSON; -9999 stands for it, as in OpenAI's answers."""
+    return max(logprob, -9999.0)
+
+
 def _named(token_id: int, logprob: float, tokenizer: PromptTokenizer) -> TopLogprob:
-    """Minus infinity is not JSON; -9999 stands for it, as in OpenAI's answers. A token that is part of a character has no bytes of its own here."""
+    """A token that is part of a character has no bytes of its own here."""
     text = tokenizer.token_text(token_id)
-    return TopLogprob(token=text, logprob=max(logprob, -9999.0), bytes=None if "\ufffd" in text else list(text.encode()))
+    return TopLogprob(token=text, logprob=_finite(logprob), bytes=None if "\ufffd" in text else list(text.encode()))
 
 
 def _event(message: BaseModel) -> bytes:

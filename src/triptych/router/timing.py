@@ -91,6 +91,12 @@ class Stopwatch:
         self.num_encode_retries = 0
         self.num_replays = 0
 
+    def fork(self) -> "Stopwatch":
+        """For another answer to the same request."""
+        other = Stopwatch(self._clock)
+        other._started_at = self._started_at
+        return other
+
     @property
     def elapsed_s(self) -> float:
         return self._clock() - self._started_at

@@ -6,17 +6,25 @@ first to its last, which are all the points at which it can be cut.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from itertools import count
 from typing import Any
 
 import pytest
 
+from triptych.demo import CHECKPOINT
 from triptych.errors import OverloadedError, UnavailableError
+from triptych.router.choices import jobs_of_choices, run_choices
+from triptych.router.detokenizer import Detokenizer
 from triptych.router.fake_worker_client import FakeCosts
+from triptych.router.prompt_tokenizer import PromptTokenizer
 from triptych.router.releases import DRAIN_S, TIMEOUT_S
+from triptych.router.running_request import GenerateJob
+from triptych.router.timing import Stopwatch
 from triptych.router.virtual_time import VirtualTimeLoop, run_virtual
 
 Make = Callable[..., Any]
+TOKENIZER = PromptTokenizer(CHECKPOINT)
 
 
 def assert_nothing_is_left(cluster: Any, why: str = "") -> None:
@@ -189,12 +197,12 @@ class CuttingLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]  # asyncio's own loop is made of these
 
 
-async def leave(at_turn: int, make: Callable[[], Any], make_job: Make) -> bool:
+async def leave(at_turn: int, make: Callable[[], Any], make_job: Make, num_choices: int) -> bool:
     """Whether the request was still there to be left."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, CuttingLoop)
     cluster = make()
-    task = asyncio.create_task(cluster.generate(make_job(pictures=[4, 5])))
+    task = asyncio.create_task(read_choices(cluster, make_job(pictures=[4, 5]), num_choices))
     loop.turns_left, loop.cut = at_turn, task.cancel
     (outcome,) = await asyncio.gather(task, return_exceptions=True)
     await asyncio.sleep(5)
@@ -203,12 +211,19 @@ async def leave(at_turn: int, make: Callable[[], Any], make_job: Make) -> bool:
     return isinstance(outcome, asyncio.CancelledError)
 
 
-def count_turns(make: Callable[[], Any], make_job: Make) -> int:
+async def read_choices(cluster: Any, job: GenerateJob, count: int) -> None:
+    jobs = [(each, Stopwatch()) for each in jobs_of_choices(job, count)]
+    async with aclosing(run_choices(cluster.pipeline, jobs, lambda: Detokenizer(TOKENIZER))) as parts:
+        async for _ in parts:
+            pass
+
+
+def count_turns(make: Callable[[], Any], make_job: Make, num_choices: int = 1) -> int:
     """Of a request, which leaves at each of them, in a cluster of its own."""
 
     def is_there(turn: int) -> bool:
         with asyncio.Runner(loop_factory=CuttingLoop) as runner:
-            return runner.run(leave(turn, make, make_job))
+            return runner.run(leave(turn, make, make_job, num_choices))
 
     return next(turn for turn in count() if not is_there(turn))
 
@@ -221,6 +236,11 @@ def count_turns(make: Callable[[], Any], make_job: Make) -> int:
 )
 def test_a_client_may_leave_at_every_turn_of_the_loop(layout: str, costs: FakeCosts, make_cluster: Make, make_job: Make) -> None:
     assert count_turns(lambda: make_cluster(layout, costs=costs), make_job) > 10
+
+
+@pytest.mark.parametrize("layout", ["E1P1D1", "EPD1"])
+def test_a_client_may_leave_several_choices_at_every_turn(layout: str, make_cluster: Make, make_job: Make) -> None:
+    assert count_turns(lambda: make_cluster(layout), make_job, num_choices=3) > 10
 
 
 @pytest.mark.parametrize("fault", ["die_while_encoding", "die_after_encoding", "die_while_prefilling"])

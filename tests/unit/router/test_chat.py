@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from triptych.demo import CHECKPOINT
 from triptych.errors import InternalError
 from triptych.output import TokenLogprob
-from triptych.router.chat import read_deltas
+from triptych.router.choices import read_deltas
 from triptych.router.detokenizer import Detokenizer
 from triptych.router.prompt_tokenizer import PromptTokenizer
 from triptych.router.running_request import RunningRequest

@@ -1,6 +1,7 @@
 """Rendering, against transformers' own tokenizer and template code on the demo checkpoint."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from triptych.config import MediaConfig
 from triptych.demo import CHECKPOINT
 from triptych.errors import MediaError, RequestError, TooLargeError
 from triptych.models.inspect import resolve_model
-from triptych.router.render import ChatMessage, MediaPart, RenderedPrompt, Renderer, TextPart
+from triptych.router.render import ChatMessage, MediaPart, RenderedPrompt, Renderer, SamplingDefaults, TextPart
 
 ORACLE: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -134,6 +135,26 @@ def test_media_in_a_place_where_the_template_drops_it_is_an_error(drops: str, tm
         renderer = Renderer(resolve_model(tmp_path), MediaConfig(), executor)
         with pytest.raises(RequestError, match=r"makes [01] placeholders for 2 media parts"):
             render(renderer, ChatMessage("system", picture), ChatMessage("user", picture))
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        ({}, SamplingDefaults(1.0, 1.0, 0, 0.0, 1.0)),
+        ({"do_sample": False, "repetition_penalty": 1.05, "top_k": 20}, SamplingDefaults(0.0, 1.0, 0, 0.0, 1.05)),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05},
+            SamplingDefaults(0.7, 0.8, 20, 0.1, 1.05),
+        ),
+    ],
+)
+def test_what_a_request_does_not_say_is_what_generation_config_says(
+    config: dict[str, Any], defaults: SamplingDefaults, tmp_path: Path
+) -> None:
+    save_tiny_model("internvl", tmp_path, [])
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with ThreadPoolExecutor(1) as executor:
+        assert Renderer(resolve_model(tmp_path), MediaConfig(), executor).sampling_defaults == defaults
 
 
 def test_a_file_over_the_limit_is_refused(renderer: Renderer) -> None:

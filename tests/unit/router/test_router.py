@@ -70,7 +70,7 @@ async def test_usage_counts_the_prompt_the_answer_and_the_pictures_rows(serve: S
             "prompt_tokens": len(request.token_ids),
             "completion_tokens": 3,
             "total_tokens": len(request.token_ids) + 3,
-            "prompt_tokens_details": {"image_tokens": 16},  # 112 x 112 pixels in rows of 28 x 28
+            "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 16},  # 112 x 112 pixels in rows of 28 x 28
         }
         assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -161,7 +161,9 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
 @pytest.mark.parametrize(
     ("fields", "param", "sentence"),
     [
-        ({"n": 2}, "n", "one answer per request"),
+        ({"n": 0}, "n", "at least 1 and at most 128"),
+        ({"n": 129}, "n", "at least 1 and at most 128"),
+        ({"best_of": 2}, "best_of", "best_of is not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"max_token": 3}, "max_token", "did you mean 'max_tokens'"),
@@ -188,7 +190,20 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
             "messages.0.content.0.image_url.url", "required",
         ),
         ({"stop": 5}, "stop", "string"),
-        ({"n": 0}, "n", "must be 1"),
+        ({"min_p": 1.5}, "min_p", "at most 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "at least -2 and at most 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty", "at least -2 and at most 2"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]", "at least -100 and at most 100"),
+        ({"logit_bias": {"1024": 1}}, "logit_bias", "has token id 1024; the model's are 0 to 1023"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "has the key '-1'; keys are token ids"),
+        ({"logit_bias": {"red": 1}}, "logit_bias", "has the key 'red'; keys are token ids"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "keys are token ids"),
+        ({"logit_bias": {"5": "high"}}, "logit_bias.5", "valid number"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias", "at most 1024"),
+        ({"logit_bias": [5]}, "logit_bias", "dictionary"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         ({"max_tokens": 5000}, None, "context of 4096"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ],
@@ -205,6 +220,20 @@ async def test_a_clients_mistake_is_a_400_that_says_what_and_where(
         assert served.workers["P0"].record.generates == []
 
 
+async def test_sampling_parameters_reach_prefill_and_decode_as_they_were_sent(serve: Serve) -> None:
+    sent: dict[str, Any] = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": -0.5,
+        "frequency_penalty": 2, "seed": 3, "min_tokens": 2,
+    }  # fmt: skip
+    async with serve("P1D1") as served:
+        status, answer = await served.post(chat(**sent, logit_bias={"7": -100, "1023": 2.5}))
+        assert status == 200, answer
+        for name in ("P0", "D0"):
+            sampling = served.workers[name].record.generates[0].sampling_params
+            assert {field: getattr(sampling, field) for field in sent} == sent
+            assert sampling.logit_bias == {7: -100.0, 1023: 2.5}
+
+
 async def test_neutral_values_of_unsupported_fields_are_taken(serve: Serve) -> None:
     async with serve("P1D1") as served:
         neutral: dict[str, Any] = {
@@ -213,6 +242,12 @@ async def test_neutral_values_of_unsupported_fields_are_taken(serve: Serve) -> N
             "tool_choice": "auto",
             "response_format": {"type": "text"},
             "frequency_penalty": 0.0,
+            "presence_penalty": None,
+            "min_p": 0,
+            "repetition_penalty": 1,
+            "logit_bias": None,
+            "prompt_logprobs": None,
+            "best_of": 1,
             "user": "me",
         }
         status, _ = await served.post(chat(**neutral))

@@ -56,6 +56,15 @@ def test_counts_stand_beside_the_milliseconds() -> None:
     assert stopwatch.timing() == Timing(encode_retries=2, replays=1)
 
 
+def test_a_fork_has_the_same_arrival_and_stays_of_its_own() -> None:
+    instants = iter((1.0, 3.0, 5.0, 6.0))  # arrival, the fork is made, the questions
+    stopwatch = Stopwatch(lambda: next(instants))
+    fork = stopwatch.fork()
+    fork.num_replays = 1
+    assert fork.timing() == Timing(router=4000.0, replays=1)
+    assert stopwatch.timing() == Timing(router=5000.0)
+
+
 seconds = st.floats(0, 100, allow_nan=False)
 
 
