@@ -209,6 +209,8 @@ class ModelRunnerOutput:
     `failed_requests`, `stalled_requests`, or none (a prompt chunk that was computed)."""
 
     sampled: dict[str, TokenLogprob] = field(default_factory=dict[str, TokenLogprob])
+    # request ids: the answer has the form that was asked for, with the token of this step, or if there is none without it
+    completed: set[str] = field(default_factory=set[str])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])  # request id -> sentence
     stalled_requests: set[str] = field(default_factory=set[str])  # not computed: an item they need failed to load
     failed_encodes: dict[str, str] = field(default_factory=dict[str, str])  # key -> sentence

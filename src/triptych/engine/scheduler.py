@@ -130,8 +130,11 @@ class Scheduler:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
             elif request_id not in result.stalled_requests:
                 self._advance(request, num_tokens)
+                is_complete = request_id in result.completed
                 if request_id in result.sampled:
-                    self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)
+                    self._append(request, result.sampled[request_id], is_complete, kv_output.published.get(request_id), now)
+                elif is_complete:
+                    self._finish(request, "stop")
         return self.take_events()
 
     def _take(self, events: list[EngineEvent]) -> None:
@@ -344,7 +347,7 @@ class Scheduler:
         request.num_computed_tokens += num_tokens
         self._items.give_up_computed(request, before)
 
-    def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
+    def _append(self, request: Request, token: TokenLogprob, is_complete: bool, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
         request.timeline.sample(now)
         sampling = request.sampling
@@ -353,7 +356,9 @@ class Scheduler:
             return
         self._events.append(NewTokens(request.request_id, (token,)))
         at_limit = len(request.token_ids) >= self._config.model.max_model_len
-        if at_limit or request.num_generated_tokens >= sampling.max_tokens:
+        if is_complete:
+            self._finish(request, "stop")
+        elif at_limit or request.num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
         elif request.hands_over:
             self._hand_over(request, ticket)

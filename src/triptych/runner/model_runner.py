@@ -27,6 +27,7 @@ from triptych.runner.kv_connector import KV_ARENA, KVConnector, get_kv_connector
 from triptych.runner.language_model import LanguageModel, NoLanguageModel
 from triptych.runner.request_state import RequestState
 from triptych.runner.sampler import Sampler
+from triptych.runner.structured_output import GrammarCompiler, GrammarMatchers
 from triptych.runner.warm_up import warm_up
 from triptych.transfer.arena import Arena
 from triptych.transfer.data_plane import DataPlane
@@ -56,6 +57,8 @@ class ModelRunner:
         self._language_model = (
             LanguageModel(loaded, config, kv_cache, self.block_table) if config.has_language_model else NoLanguageModel()
         )
+        self.grammars = GrammarCompiler(config.model.path, config.model.vocab_size)
+        self._matchers = GrammarMatchers(self.grammars)
         self._sampler = Sampler()
         self._requests: dict[str, RequestState] = {}
 
@@ -101,6 +104,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Wait for reads under way, then give the memory back. The data plane is closed before."""
+        self.grammars.close()
         self.ec_connector.close()
         self.kv_connector.close()
         self.encoder_cache.close()
@@ -150,12 +154,15 @@ class ModelRunner:
         hidden = self._language_model.forward(batch, self._gather_rows(batch))
         requests = batch.sampled
         if requests:
-            self._take_tokens(requests, self._sampler.sample(self._language_model.logits(hidden, batch), requests), output)
+            masks = self._matchers.masks(requests, output)
+            self._take_tokens(requests, self._sampler.sample(self._language_model.logits(hidden, batch), requests, masks), output)
         for window in windows:
             window.request.num_computed_tokens = window.end
 
     def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | None], output: ModelRunnerOutput) -> None:
         for request, token in zip(requests, tokens, strict=True):
+            if request.request_id in output.failed_requests or request.request_id in output.completed:
+                continue
             if token is None:
                 output.failed_requests[request.request_id] = (
                     f"the model gave NaN or infinity for token {request.num_tokens} of the request."
@@ -163,6 +170,7 @@ class ModelRunner:
                 continue
             request.append_token(token.token_id)
             output.sampled[request.request_id] = token
+            self._matchers.append(request, token.token_id, output)
 
     def _select_windows(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[TokenWindow]:
         """The windows that can be computed; says in `output` why the others cannot."""

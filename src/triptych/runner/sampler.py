@@ -18,6 +18,7 @@ from torch import Tensor
 
 from triptych.output import TokenLogprob
 from triptych.runner.request_state import RequestState
+from triptych.runner.structured_output import NO_MASKS, TokenMasks
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -37,13 +38,13 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[TokenLogprob | None]:
+    def sample(self, logits: Tensor, requests: Sequence[RequestState], masks: TokenMasks = NO_MASKS) -> list[TokenLogprob | None]:
         """A token for each row of `logits`, [R, vocabulary]; None where they are not numbers to choose by (NaN, infinity).
 
         `logprob` is 0 for a request that asked for none.
         """
         raw = logits.float()
-        allowed = _without_stops(raw, requests)
+        allowed = masks.apply(_without_stops(raw, requests))
         # [R], [R]: of equal logits the lowest token id wins
         highest, greedy = allowed.max(dim=-1)
         token_ids: list[int] = greedy.tolist()
