@@ -22,6 +22,7 @@ from triptych.output import TokenLogprob
 from triptych.router.chat import ChatEnd, ChatRequest, ChatUsage
 from triptych.router.options import RouterOptions
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+from triptych.router.response_format import to_structured_output
 from triptych.router.serving import Serving, open_serving
 from triptych.worker.worker import Worker
 
@@ -97,7 +98,7 @@ class LLM:
 
         Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
         fields of `ChatRequest`: max_tokens, temperature, top_p, top_k, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs,
-        priority, cache_salt.
+        priority, cache_salt; and `response_format` or `structured_outputs`, as over HTTP.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
         if not _is_list(messages) and not isinstance(messages, str):
@@ -195,11 +196,14 @@ def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGua
 
 
 def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequest:
-    known = [each.name for each in fields(ChatRequest) if each.name != "messages"]
+    forms = ("response_format", "structured_outputs")
+    known = [each.name for each in fields(ChatRequest) if each.name not in ("messages", "structured_output")]
+    known += forms
     for name in sampling:
         if name not in known:
             raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
-    values = {name: _to_value(name, value) for name, value in sampling.items()}
+    values = {name: _to_value(name, value) for name, value in sampling.items() if name not in forms}
+    values["structured_output"] = to_structured_output(*map(sampling.get, forms))
     if isinstance(messages, str):
         return ChatRequest((ChatMessage("user", messages),), **values)
     if not _is_list(messages):

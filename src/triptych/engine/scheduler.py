@@ -19,7 +19,7 @@ from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_supply import KVSupply
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
-from triptych.errors import FailureReason
+from triptych.errors import FailureReason, RequestError
 from triptych.output import (
     NO_KV_OUTPUT,
     CachedRequestData,
@@ -128,6 +128,8 @@ class Scheduler:
                 continue  # it left during the step; one of its id may have come since
             if request_id in result.failed_requests:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
+            elif request_id in result.refused_requests:
+                self.fail_request(request_id, result.refused_requests[request_id], RequestError.type, RequestError.status)
             elif request_id not in result.stalled_requests:
                 self._advance(request, num_tokens)
                 is_complete = request_id in result.completed

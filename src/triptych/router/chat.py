@@ -18,7 +18,7 @@ from triptych.router.pool import WorkerPool
 from triptych.router.render import ChatMessage, RenderedPrompt, Renderer
 from triptych.router.running_request import GenerateJob, RunningRequest
 from triptych.router.timing import Stopwatch, Timing
-from triptych.sampling_params import SamplingParams
+from triptych.sampling_params import SamplingParams, StructuredOutput
 
 CLIENT_LEFT = 499  # nginx's word for it; only metrics see it
 
@@ -40,6 +40,7 @@ class ChatRequest:
     logprobs: int | None = None  # alternatives per token
     priority: int = 0
     cache_salt: str = ""  # requests with different salts share no embeddings
+    structured_output: StructuredOutput | None = None
 
     @property
     def has_media(self) -> bool:
@@ -156,6 +157,7 @@ class ChatService:
             min_tokens=chat.min_tokens,
             stop_token_ids=chat.stop_token_ids + (() if chat.ignore_eos else self.renderer.eos_token_ids),
             logprobs=chat.logprobs,
+            structured_output=chat.structured_output,
         )
         sampling.check()
         return GenerateJob(

@@ -1,7 +1,7 @@
 """OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
 
-Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority`, `cache_salt` in, `timing` out (milliseconds by stage, and
-counts; see timing.py).
+Beyond OpenAI: `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `priority`, `cache_salt`, `structured_outputs` in, `timing` out (milliseconds by
+stage, and counts; see timing.py).
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, from_json
 from triptych.errors import RequestError, suggest
 from triptych.router.chat import ChatRequest
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+from triptych.router.response_format import to_structured_output
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -25,7 +26,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
@@ -125,6 +125,8 @@ class ChatCompletionRequest(_Strict):
     ignore_eos: bool = False
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     n: int | None = 1
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     priority: int = 0
@@ -184,6 +186,7 @@ class ChatCompletionRequest(_Strict):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             priority=self.priority,
             cache_salt=self.cache_salt or "",
+            structured_output=to_structured_output(self.response_format, self.structured_outputs),
         )
 
 

@@ -77,6 +77,7 @@ class ModelRunner:
             self._encode(scheduler_output, output)
             self._generate(scheduler_output, output)
             self.kv_connector.withhold(output.failed_requests)
+            self.kv_connector.withhold(output.refused_requests)
             self.kv_connector.withhold(output.stalled_requests)
         return output
 
@@ -161,7 +162,7 @@ class ModelRunner:
 
     def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | None], output: ModelRunnerOutput) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            if request.request_id in output.failed_requests or request.request_id in output.completed:
+            if request.request_id in output.refused_requests or request.request_id in output.completed:
                 continue
             if token is None:
                 output.failed_requests[request.request_id] = (

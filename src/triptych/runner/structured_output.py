@@ -35,9 +35,9 @@ MAX_COMPILED = 64
 MAX_REASON_LENGTH = 200
 
 # What one grammar may cost. A first token of a hostile one was seen to take 1.3 s and 250 MB with llguidance's own limits, and up to 0.65 s for each
-# further one; with these it is 0.1 s, and the grammars of 250 optional properties still pass.
+# further one; with these it is 0.1 s and a few ms, and objects of 150 optional properties still pass.
 _LIMITS = LLParserLimits(
-    max_items_in_row=1000,
+    max_items_in_row=640,
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
     step_max_items=20_000,
@@ -149,7 +149,7 @@ class GrammarMatchers:
         self._matchers: WeakKeyDictionary[RequestState, LLMatcher] = WeakKeyDictionary()
 
     def masks(self, requests: Sequence[RequestState], output: ModelRunnerOutput) -> TokenMasks:
-        """For the next token of each request. Says in `output` which cannot go on (`failed_requests`), and which had ended (`completed`): it
+        """For the next token of each request. Says in `output` which cannot go on (`refused_requests`), and which had ended (`completed`): it
         was moved, and the news of its end was lost."""
         rows = tuple(row for row, request in enumerate(requests) if request.sampling.structured_output is not None)
         if not rows:
@@ -166,11 +166,11 @@ class GrammarMatchers:
         allowed = allowed[:, : self._compiler.vocab_size]
         for row, tokens, may_end_here in zip(rows, allowed, may_end, strict=True):
             request = requests[row]
-            if not tokens.any() and request.request_id not in output.failed_requests:
+            if not tokens.any() and request.request_id not in output.refused_requests:
                 if may_end_here:
                     output.completed.add(request.request_id)
                 else:
-                    output.failed_requests[request.request_id] = (
+                    output.refused_requests[request.request_id] = (
                         "no token of the model can continue the answer in the form asked for."
                     )
             elif may_end_here:
@@ -197,7 +197,7 @@ class GrammarMatchers:
             if matcher.is_error():
                 raise RequestError(_refusal(structure, matcher.get_error()))
         except RequestError as error:
-            output.failed_requests[request.request_id] = error.message
+            output.refused_requests[request.request_id] = error.message
             words[:] = 0
 
     def _start(self, request: RequestState, structure: StructuredOutput) -> LLMatcher:

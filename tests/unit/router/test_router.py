@@ -163,7 +163,8 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
     [
         ({"n": 2}, "n", "one answer per request"),
         ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "a list of strings"),
         ({"max_token": 3}, "max_token", "did you mean 'max_tokens'"),
         ({"temperature": 3}, "temperature", "at most 2"),
         ({"top_p": 0}, "top_p", "greater than 0"),
