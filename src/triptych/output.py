@@ -212,7 +212,9 @@ class ModelRunnerOutput:
     # request ids: the answer has the form that was asked for, with the token of this step, or if there is none without it
     completed: set[str] = field(default_factory=set[str])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])  # request id -> sentence
-    refused_requests: dict[str, str] = field(default_factory=dict[str, str])  # likewise, where what the client asks for is the reason
+    refused_requests: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # likewise, where what the client asks for is the reason
     stalled_requests: set[str] = field(default_factory=set[str])  # not computed: an item they need failed to load
     failed_encodes: dict[str, str] = field(default_factory=dict[str, str])  # key -> sentence
     ec_connector_output: ECConnectorOutput | None = None

@@ -31,7 +31,6 @@ SCHEMA = {
     },
     "required": ["shape", "size", "name", "is_red", "marks"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }
 PATTERN = r"(red|blue|green) (circle|square)s? [0-9]{1,4}(\.[0-9]{2})?"
 CHOICES = ["red", "red circle", "a blue square", "größer", "7"]
@@ -151,7 +150,7 @@ async def test_a_complete_answer_ends_with_stop_whatever_min_tokens_and_ignore_e
         for stop_ids in ((), oracle.stop_ids):
             for pattern, num_tokens in (("red circle", 2), ("x", 1), ("", 0)):
                 form = StructuredOutput("regex", pattern)
-                sampling = SamplingParams(max_tokens=30, min_tokens=20, stop_token_ids=stop_ids, structured_output=form, stop_token_ids=())
+                sampling = SamplingParams(max_tokens=30, min_tokens=20, stop_token_ids=stop_ids, structured_output=form)
                 job = job_of(f"{pattern[:1]}-{len(stop_ids)}", question, (), sampling)
                 tokens: list[int] = []
                 async with cluster.pipeline.run(job, Stopwatch()) as running:

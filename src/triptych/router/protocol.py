@@ -106,7 +106,14 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class ChatCompletionRequest(_Strict):
+class FormFields(_Strict):
+    """Both APIs' ways to say what form the answer must have; their shapes are response_format.py's business."""
+
+    response_format: Any = None
+    structured_outputs: Any = None
+
+
+class ChatCompletionRequest(FormFields):
     """`model` may be left out; there is one."""
 
     model: str | None = None
@@ -125,8 +132,6 @@ class ChatCompletionRequest(_Strict):
     ignore_eos: bool = False
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
     n: int | None = 1
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     priority: int = 0

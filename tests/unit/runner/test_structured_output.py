@@ -66,6 +66,11 @@ def allowed(matchers: GrammarMatchers, state: RequestState, vocab_size: int = VO
     return "complete" if output.completed else set(masked[0].isfinite().nonzero().flatten().tolist())
 
 
+def id_of(text: str, tokenizer: Tokenizer) -> int:
+    (token_id,) = tokenizer.encode(text, add_special_tokens=False).ids
+    return token_id
+
+
 def append(matchers: GrammarMatchers, state: RequestState, token_id: int) -> bool:
     """Whether the answer is complete with it."""
     output = ModelRunnerOutput()
@@ -94,7 +99,9 @@ def test_a_mask_allows_just_the_tokens_that_keep_a_match_within_reach(
                 break
             now = allowed(matchers, state)
             assert isinstance(now, set)
-            if not matches and len({texts[i][0] for i in wanted}) == 1:  # forced: spelt as the tokenizer would, and in no other way
+            if (
+                not matches and len({texts[i][0] for i in wanted}) == 1
+            ):  # forced: spelt as the tokenizer would, and in no other way
                 assert now
                 assert now <= wanted
             else:
@@ -140,7 +147,7 @@ def test_neighbours_without_a_form_keep_their_logits_and_a_batch_without_any_is_
 
 
 def test_an_answer_that_may_end_is_ended_by_the_requests_own_stop_tokens(tokenizer: Tokenizer, matchers: GrammarMatchers) -> None:
-    a, b = (tokenizer.token_to_id(text) for text in "ab")
+    a, b = (id_of(text, tokenizer) for text in "ab")
     pattern = StructuredOutput("regex", "a+")
 
     def after_a(**sampling: Any) -> set[int] | str:
@@ -193,9 +200,10 @@ def test_what_cannot_be_used_is_the_clients_mistake_in_one_sentence(
 def test_a_grammar_that_grows_without_end_is_refused_on_its_way_and_its_neighbour_goes_on(
     structure: StructuredOutput, tokenizer: Tokenizer, matchers: GrammarMatchers
 ) -> None:
-    a = tokenizer.token_to_id("a")
+    a = id_of("a", tokenizer)
     costly, neighbour = request(structure), request(StructuredOutput("regex", "a+"))
     neighbour.request_id = "n"
+    output = ModelRunnerOutput()
     for _ in range(500):
         output = ModelRunnerOutput()
         masks = matchers.masks([costly, neighbour], output)
@@ -210,7 +218,7 @@ def test_a_grammar_that_grows_without_end_is_refused_on_its_way_and_its_neighbou
 
 
 def test_an_answer_so_far_that_has_another_form_ends_its_request_alone(tokenizer: Tokenizer, matchers: GrammarMatchers) -> None:
-    b = tokenizer.token_to_id("b")
+    b = id_of("b", tokenizer)
     said = allowed(matchers, request(StructuredOutput("regex", "a+"), b))
     assert said == "the answer so far does not have the form of its regex."
 
