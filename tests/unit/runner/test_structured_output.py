@@ -164,6 +164,8 @@ def test_only_ordinary_tokens_of_the_tokenizer_are_allowed_though_the_models_voc
     state = request(StructuredOutput("regex", r"(?s:.)+"))
     now = allowed(padded, state, VOCAB + 100)
     assert isinstance(now, set)
+    append(padded, state, id_of("a", tokenizer))
+    assert allowed(padded, state, VOCAB + 100) == now | set(EOS), "that it may end is no token of the model's"
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     assert not now & special
     assert max(now) < VOCAB
