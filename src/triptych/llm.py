@@ -24,6 +24,7 @@ from triptych.router.chat_sampling import ChatSampling
 from triptych.router.choices import MAX_CHOICES, PromptLogprobList, WholeChoice
 from triptych.router.options import RouterOptions
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+from triptych.router.response_format import to_structured_output
 from triptych.router.serving import Serving, open_serving
 from triptych.worker.worker import Worker
 
@@ -124,7 +125,8 @@ class LLM:
 
         Messages are as in OpenAI's API; a part may also be `{"type": "image", "image": a PIL image}`. `sampling` are the
         fields of `ChatRequest` and `ChatSampling`: n, max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs, prompt_logprobs, priority, cache_salt.
+        frequency_penalty, logit_bias, seed, stop, stop_token_ids, min_tokens, ignore_eos, logprobs, prompt_logprobs, priority, cache_salt;
+        and `response_format` or `structured_outputs`, as over HTTP.
         Raises `RequestError` for the caller's mistakes, and the other errors of errors.py; of a list, the first error ends all.
         """
         if not _is_list(messages) and not isinstance(messages, str):
@@ -237,13 +239,17 @@ def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGua
 
 
 def _to_request(messages: Conversation, sampling: Mapping[str, Any]) -> ChatRequest:
-    of_sampling = [each.name for each in fields(ChatSampling)]
-    known = [*of_sampling, *(each.name for each in fields(ChatRequest) if each.name not in ("messages", "sampling"))]
+    forms = ("response_format", "structured_outputs")
+    of_sampling = [each.name for each in fields(ChatSampling) if each.name != "structured_output"]
+    known = [*of_sampling, *forms, *(each.name for each in fields(ChatRequest) if each.name not in ("messages", "sampling"))]
     for name in sampling:
         if name not in known:
             raise RequestError(f"there is no '{name}'; {suggest(name, known)}")
-    values = {name: _to_value(name, value) for name, value in sampling.items() if name not in of_sampling}
-    values["sampling"] = ChatSampling(**{name: _to_value(name, value) for name, value in sampling.items() if name in of_sampling})
+    values = {name: _to_value(name, value) for name, value in sampling.items() if name not in (*of_sampling, *forms)}
+    values["sampling"] = ChatSampling(
+        **{name: _to_value(name, value) for name, value in sampling.items() if name in of_sampling},
+        structured_output=to_structured_output(*map(sampling.get, forms)),
+    )
     if isinstance(messages, str):
         return ChatRequest((ChatMessage("user", messages),), **values)
     if not _is_list(messages):

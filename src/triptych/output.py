@@ -207,12 +207,17 @@ NO_KV_OUTPUT = KVConnectorOutput()
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What a step gave. A scheduled request is in exactly one of: `sampled` (its window ended at its last known token),
-    `failed_requests`, `stalled_requests`, or none (a prompt chunk that was computed)."""
+    `failed_requests`, `refused_requests`, `stalled_requests`, or none (a prompt chunk that was computed)."""
 
     sampled: dict[str, TokenLogprob] = field(default_factory=dict[str, TokenLogprob])
     # request id -> the prompt's tokens after each position of the window, where they are asked for
     prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = field(default_factory=dict[str, tuple[TokenLogprob, ...]])
+    # request ids: the answer has the form that was asked for, with the token of this step, or if there is none without it
+    completed: set[str] = field(default_factory=set[str])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])  # request id -> sentence
+    refused_requests: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # likewise, where what the client asks for is the reason
     stalled_requests: set[str] = field(default_factory=set[str])  # not computed: an item they need failed to load
     failed_encodes: dict[str, str] = field(default_factory=dict[str, str])  # key -> sentence
     ec_connector_output: ECConnectorOutput | None = None

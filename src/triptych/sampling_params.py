@@ -1,11 +1,29 @@
 """What a worker needs to know to sample a request's tokens. Stop strings are the router's, which detokenises."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from triptych.errors import RequestError
+
+MAX_GRAMMAR_LENGTH = 64 * 1024
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The form that an answer must have. `text` is a JSON schema, a regular expression (for the whole answer, in the syntax of Rust's regex), a
+    JSON list of strings of which one is the answer, or a grammar in Lark's or llama.cpp's (GBNF) syntax; of any JSON object it is empty."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_LENGTH)] = ""
+
+    def check(self) -> None:
+        """Raise `RequestError` for a text that is too long to be looked at."""
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            message = (
+                f"the {self.kind} has {len(self.text)} characters as JSON or text; it must have at most {MAX_GRAMMAR_LENGTH}."
+            )
+            raise RequestError(message, param=self.kind)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -16,7 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     `min_p` drops tokens less probable than that share of the most probable one. `repetition_penalty` (Keskar et al., CTRL, 2019) is over prompt and
     answer, `presence_penalty` and `frequency_penalty` (as in OpenAI's API) over the answer. `logit_bias` is added to the logits, by token id.
     `logprobs` is the number of alternatives reported beside the sampled token's own log-probability; None reports none. `prompt_logprobs` likewise
-    for the prompt's tokens.
+    for the prompt's tokens. `structured_output` is the form that the answer must have; it outranks `min_tokens`: an answer that is complete ends.
     """
 
     max_tokens: int
@@ -34,9 +52,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     def check(self) -> None:
         """Raise `RequestError` for a value out of range."""
+        if self.structured_output is not None:
+            self.structured_output.check()
         ranges: list[tuple[str, float, float, float]] = [
             ("max_tokens", self.max_tokens, 1, float("inf")),
             ("min_tokens", self.min_tokens, 0, self.max_tokens),

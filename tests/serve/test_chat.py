@@ -115,6 +115,39 @@ def test_logprobs_are_those_of_the_tokens(client: OpenAI):
         assert len(entry.top_logprobs) == 3
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"shape": {"enum": ["circle", "square"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["shape", "count"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_has_the_schema_that_was_asked_for_streamed_or_not_and_a_wrong_one_is_a_400(client: OpenAI):
+    messages = user(QUESTION, data_url(png(fresh_picture("schema"))))
+    form: Any = {"type": "json_schema", "json_schema": {"name": "shapes", "schema": SCHEMA, "strict": True}}
+    whole = client.chat.completions.create(model="demo", messages=messages, seed=5, temperature=1, response_format=form)
+    text = whole.choices[0].message.content or ""
+    answer = json.loads(text)
+    assert list(answer) == ["shape", "count"]
+    assert answer["shape"] in ("circle", "square")
+    assert 1 <= answer["count"] <= 99
+    assert whole.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model="demo", messages=messages, seed=5, temperature=1, response_format=form, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == text
+    chosen = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].message.content in ("yes", "no")
+    form["json_schema"]["schema"] = {"type": "objekt"}
+    for is_streamed in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="demo", messages=messages, response_format=form, stream=is_streamed)
+        assert_is_a_helpful_error(caught.value, "the json_schema cannot be used: Invalid type: objekt.")
+
+
 def bomb() -> bytes:
     """9,000 x 9,000 pixels of one colour: a few kilobytes as they come, 243 MB as pixels."""
     buffer = io.BytesIO()

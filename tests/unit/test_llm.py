@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from random import Random
@@ -94,6 +95,16 @@ def test_a_16_bit_grey_picture_is_seen_as_its_8_bit_version(llm: LLM) -> None:
         return llm.chat(messages, max_tokens=4, temperature=0, ignore_eos=True, logprobs=1).logprobs
 
     assert answer(grey.astype(np.uint16) * 257) == answer(grey)
+
+
+def test_an_answer_has_the_form_that_is_asked_for_by_either_name(llm: LLM) -> None:
+    assert llm.chat("hello", structured_outputs={"choice": ["yes", "no"]}, temperature=1).text in ("yes", "no")
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"a": 1}, [2]]}}}
+    assert json.loads(llm.chat("hello", response_format=form, temperature=1).text) in ({"a": 1}, [2])
+    with pytest.raises(RequestError, match="the regex cannot be used: unclosed group"):
+        llm.chat("hello", structured_outputs={"regex": "a("})
+    with pytest.raises(RequestError, match="did you mean 'structured_outputs'"):
+        llm.chat("hello", structured_output={"regex": "a"})
 
 
 def test_it_can_be_called_within_a_running_loop(llm: LLM) -> None:

@@ -20,7 +20,7 @@ from triptych.engine.kv_supply import KVSupply
 from triptych.engine.prefix_cache import PrefixCache
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
-from triptych.errors import FailureReason
+from triptych.errors import FailureReason, RequestError
 from triptych.output import (
     NO_KV_OUTPUT,
     CachedRequestData,
@@ -135,13 +135,18 @@ class Scheduler:
                 continue  # it left during the step; one of its id may have come since
             if request_id in result.failed_requests:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
+            elif request_id in result.refused_requests:
+                self.fail_request(request_id, result.refused_requests[request_id], RequestError.type, RequestError.status)
             elif request_id not in result.stalled_requests:
                 if request_id in result.prompt_logprobs:
                     first = request.num_computed_tokens + 1  # each position tells of the token after it
                     self._events.append(PromptLogprobs(request_id, first, result.prompt_logprobs[request_id]))
                 self._advance(request, num_tokens)
+                is_complete = request_id in result.completed
                 if request_id in result.sampled:
-                    self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)
+                    self._append(request, result.sampled[request_id], is_complete, kv_output.published.get(request_id), now)
+                elif is_complete:
+                    self._finish(request, "stop")
         return self.take_events()
 
     def _take(self, events: list[EngineEvent]) -> None:
@@ -411,7 +416,7 @@ class Scheduler:
         self._items.give_up_computed(request, before)
         self.prefixes.enter(request)
 
-    def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
+    def _append(self, request: Request, token: TokenLogprob, is_complete: bool, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
         request.timeline.sample(now)
         sampling = request.sampling
@@ -420,7 +425,9 @@ class Scheduler:
             return
         self._events.append(NewTokens(request.request_id, (token,)))
         at_limit = len(request.token_ids) >= self._config.model.max_model_len
-        if at_limit or request.num_generated_tokens >= sampling.max_tokens:
+        if is_complete:
+            self._finish(request, "stop")
+        elif at_limit or request.num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
         elif request.hands_over:
             self._hand_over(request, ticket)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from triptych.errors import RequestError
 from triptych.router.render import SamplingDefaults
-from triptych.sampling_params import SamplingParams
+from triptych.sampling_params import SamplingParams, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class ChatSampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    structured_output: StructuredOutput | None = None
 
     def to_params(
         self, defaults: SamplingDefaults, eos_token_ids: tuple[int, ...], *, room: int, vocab_size: int
@@ -52,6 +53,7 @@ class ChatSampling:
             stop_token_ids=self.stop_token_ids + (() if self.ignore_eos else eos_token_ids),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            structured_output=self.structured_output,
         )
         sampling.check()
         return sampling

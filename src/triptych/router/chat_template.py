@@ -17,8 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triptych.errors import ConfigError, RequestError
 from triptych.models.layout.registry import read_json
-
-TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from triptych.models.tokenizer import TOKEN_NAMES
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -11,26 +11,18 @@ import re
 import secrets
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from triptych.errors import ConfigError, RequestError
-from triptych.models.layout.registry import read_json
-from triptych.router.chat_template import TOKEN_NAMES
+from triptych.errors import RequestError
+from triptych.models.tokenizer import load_tokenizer
 
 
 class PromptTokenizer:
     """`extra_protected` are strings that must be out of a user's reach though the tokenizer does not call them special."""
 
     def __init__(self, model_dir: Path, extra_protected: Sequence[str] = ()) -> None:
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"'{model_dir}' has no tokenizer.json; convert the tokenizer to the fast format and save it there.")
-        config_path = model_dir / "tokenizer_config.json"
-        self.config = read_json(config_path) if config_path.is_file() else {}
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self._tokenizer.add_special_tokens(_named_special_tokens(self.config, self._tokenizer))
+        self._tokenizer, self.config = load_tokenizer(model_dir)
         added = self._tokenizer.get_added_tokens_decoder()
         self._protected = {token.content: id for id, token in added.items() if token.special or token.content in extra_protected}
         self._protected_ids = frozenset(self._protected.values())
@@ -91,16 +83,6 @@ class PromptTokenizer:
     def token_text(self, id: int) -> str:
         """One token by itself, special tokens by name; an incomplete character reads as U+FFFD."""
         return self._tokenizer.decode([id], skip_special_tokens=False)
-
-
-def _named_special_tokens(config: dict[str, Any], tokenizer: Tokenizer) -> list[AddedToken]:
-    """Tokens that tokenizer_config.json calls special and tokenizer.json does not; transformers adds them when it loads."""
-    extra: Any = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = list(extra.values()) if isinstance(extra, dict) else list(extra)
-    named += [config[name] for name in TOKEN_NAMES if config.get(name)]
-    texts = [each["content"] if isinstance(each, dict) else str(each) for each in named]
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    return [AddedToken(text, special=True) for text in texts if text not in known and tokenizer.token_to_id(text) is not None]
 
 
 def _without(tokenizer: Tokenizer, protected: set[str]) -> Tokenizer:

@@ -1,7 +1,7 @@
 """OpenAI's chat completions as we take and answer them. What we don't know is refused by name, never ignored.
 
 Beyond OpenAI, as in vLLM: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `prompt_logprobs`, `priority`,
-`cache_salt` in, `prompt_logprobs` out. Our own: `timing` out (milliseconds by stage, and counts; see timing.py).
+`cache_salt`, `structured_outputs` in, `prompt_logprobs` out. Our own: `timing` out (milliseconds by stage, and counts; see timing.py).
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from triptych.errors import RequestError, suggest
 from triptych.router.chat import ChatRequest
 from triptych.router.chat_sampling import ChatSampling
 from triptych.router.render import ChatMessage, MediaPart, Part, TextPart
+from triptych.router.response_format import to_structured_output
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -27,7 +28,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "best_of": (None, 1),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -104,7 +104,8 @@ class StreamOptions(_Strict):
 
 
 class SamplingFields(_Strict):
-    """`max_completion_tokens` is another word for `max_tokens`."""
+    """`max_completion_tokens` is another word for `max_tokens`. The shapes of `response_format` and `structured_outputs`, both APIs' ways to say
+    what form the answer must have, are response_format.py's business."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -123,6 +124,8 @@ class SamplingFields(_Strict):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
 
     def to_sampling(self) -> ChatSampling:
         return ChatSampling(
@@ -141,6 +144,7 @@ class SamplingFields(_Strict):
             ignore_eos=self.ignore_eos,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
+            structured_output=to_structured_output(self.response_format, self.structured_outputs),
         )
 
 

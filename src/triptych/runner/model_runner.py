@@ -28,6 +28,7 @@ from triptych.runner.language_model import LanguageModel, NoLanguageModel
 from triptych.runner.logprobs import prompt_logprobs
 from triptych.runner.request_state import RequestState
 from triptych.runner.sampler import Sampler
+from triptych.runner.structured_output import GrammarCompiler, GrammarMatchers
 from triptych.runner.warm_up import warm_up
 from triptych.transfer.arena import Arena
 from triptych.transfer.data_plane import DataPlane
@@ -57,6 +58,8 @@ class ModelRunner:
         self._language_model = (
             LanguageModel(loaded, config, kv_cache, self.block_table) if config.has_language_model else NoLanguageModel()
         )
+        self.grammars = GrammarCompiler(config.model.path, config.model.vocab_size)
+        self._matchers = GrammarMatchers(self.grammars)
         self._sampler = Sampler()
         self._requests: dict[str, RequestState] = {}
 
@@ -75,6 +78,7 @@ class ModelRunner:
             self._encode(scheduler_output, output)
             self._generate(scheduler_output, output)
             self.kv_connector.withhold(output.failed_requests)
+            self.kv_connector.withhold(output.refused_requests)
             self.kv_connector.withhold(output.stalled_requests)
         return output
 
@@ -102,6 +106,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Wait for reads under way, then give the memory back. The data plane is closed before."""
+        self.grammars.close()
         self.ec_connector.close()
         self.kv_connector.close()
         self.encoder_cache.close()
@@ -153,7 +158,8 @@ class ModelRunner:
         requests = batch.sampled
         if requests:
             logits = self._language_model.sampled_logits(hidden, batch)
-            self._take_tokens(requests, self._sampler.sample(logits, requests), output)
+            masks = self._matchers.masks(requests, output)
+            self._take_tokens(requests, self._sampler.sample(logits, requests, masks), output)
         for window in windows:
             window.request.num_computed_tokens = window.end
 
@@ -174,13 +180,15 @@ class ModelRunner:
 
     def _take_tokens(self, requests: list[RequestState], tokens: list[TokenLogprob | str], output: ModelRunnerOutput) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            if request.request_id in output.failed_requests:
+            ended = (output.failed_requests, output.refused_requests, output.completed)
+            if any(request.request_id in each for each in ended):
                 continue
             if isinstance(token, str):
                 output.failed_requests[request.request_id] = token
                 continue
             request.append_token(token.token_id)
             output.sampled[request.request_id] = token
+            self._matchers.append(request, token.token_id, output)
 
     def _select_windows(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> list[TokenWindow]:
         """The windows that can be computed; says in `output` why the others cannot."""

@@ -20,6 +20,7 @@ from triptych.output import TokenLogprob
 from triptych.runner.logits_processors import process_logits
 from triptych.runner.logprobs import token_logprobs
 from triptych.runner.request_state import RequestState
+from triptych.runner.structured_output import NO_MASKS, TokenMasks
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -39,14 +40,14 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[TokenLogprob | str]:
+    def sample(self, logits: Tensor, requests: Sequence[RequestState], masks: TokenMasks = NO_MASKS) -> list[TokenLogprob | str]:
         """For each row of `logits`, [R, vocabulary], a token; or the sentence that says why there is none to choose.
 
         `logprob` is 0 for a request that asked for none.
         """
         raw = logits.float()
         # All that forbids or favours tokens is applied here, to a copy: `raw` stays the model's own, for logprobs.
-        processed = process_logits(raw, requests)
+        processed = masks.apply(process_logits(raw, requests))
         # [R], [R]: of equal logits the lowest token id wins
         highest, greedy = processed.max(dim=-1)
         token_ids: list[int] = greedy.tolist()

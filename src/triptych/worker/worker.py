@@ -55,6 +55,7 @@ class Worker:
         self._is_closed = asyncio.Event()
         self._streams = EventStreams()
         runner = self._make_runner(config, loaded)
+        self._grammars = runner.grammars
         self._core = EngineCore(config, runner, time.monotonic, loaded.adapter.atomic_items)
         self._thread = EngineThread(self._core, self._on_events, self._on_death)
         preprocess = partial(loaded.adapter.preprocess, limits=config.media)
@@ -83,7 +84,8 @@ class Worker:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """The request's events; the last one is terminal. Closing the generator early aborts the request.
 
-        Raises `RequestError` at once for a call that this worker's role cannot serve, or a ticket that this cluster has not made.
+        Raises `RequestError` at once for a call that this worker's role cannot serve, or a ticket that this cluster has not made; and in place of
+        the first event for a structured output that cannot be had.
         """
         spec, tickets = request.to_spec(), request.ec_transfer_params.tickets
         check_role(spec, self.config)
@@ -94,6 +96,8 @@ class Worker:
         return self._generate(spec, tickets)
 
     async def _generate(self, spec: RequestSpec, tickets: tuple[ECTicket, ...]) -> AsyncGenerator[GenerateEvent, None]:
+        if spec.sampling.structured_output is not None:
+            await self._grammars.check(spec.sampling.structured_output)
         queue = self._streams.open(spec.request_id)
         has_ended = False
         try:

@@ -550,3 +550,48 @@ def test_a_request_that_is_handed_over_tells_its_prompts_logprobs_on_the_prefill
     assert prefill.tokens["r"] + decode.tokens["r"] == wanted(text(9))
     assert sum(len(event.tokens) for event in told_of(prefill, "r") if isinstance(event, PromptLogprobs)) == 8
     assert not any(isinstance(event, PromptLogprobs) for event in decode.events)
+
+
+def complete_at(engine: Engine, num_tokens: int, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
+    """The runner says so of request "r" with its token of that number; of number 0, without one."""
+    execute = engine.runner.execute_model
+
+    def execute_model(output: SchedulerOutput) -> ModelRunnerOutput:
+        result = execute(output)
+        if "r" in result.sampled and len(engine.tokens.get("r", ())) + 1 >= num_tokens:
+            (result.refused_requests.setdefault("r", "too costly.") if refuses else result.completed.add("r"))
+            if num_tokens == 0 or refuses:
+                del result.sampled["r"]
+        return result
+
+    monkeypatch.setattr(engine.runner, "execute_model", execute_model)
+
+
+@pytest.mark.parametrize("num_tokens", (0, 1, 3, 4))
+def test_an_answer_that_the_runner_calls_complete_ends_with_stop(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """Also with its first token, where prefill would hand it over, and with the last that it may have."""
+    for hands_over in (False, True) if num_tokens <= 1 else (False,):
+        engine = make_engine("P" if hands_over else "EPD", is_alone=not hands_over)
+        complete_at(engine, num_tokens, monkeypatch)
+        engine.add("r", text(9), n=4, hands_over=hands_over)
+        engine.run()
+        end = engine.ends["r"]
+        assert isinstance(end, Finished)
+        assert end.reason == "stop"
+        assert engine.tokens.get("r", []) == wanted(text(9), n=4)[:num_tokens]
+        assert_nothing_is_held(engine)
+
+
+def test_a_request_that_the_runner_refuses_in_its_middle_ends_with_a_400_and_its_neighbour_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    engine = make_engine(is_alone=True)
+    complete_at(engine, 3, monkeypatch, refuses=True)
+    engine.add("r", text(9), n=6)
+    engine.add("n", text(9, 2), n=6)
+    engine.run()
+    end = engine.ends["r"]
+    assert isinstance(end, Failed)
+    assert (end.status, end.type, end.message, end.reason) == (400, "invalid_request_error", "too costly.", None)
+    assert engine.tokens["n"] == wanted(text(9, 2), n=6)
+    assert_nothing_is_held(engine)
