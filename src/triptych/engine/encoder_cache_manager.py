@@ -17,6 +17,7 @@ the other lacks cannot wait for each other for ever: who is first in line always
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -154,11 +155,11 @@ class EncoderCacheManager:
             self.num_evicted += 1
         return True
 
-    def _in_order_of_eviction(self, rank: Rank) -> list[CacheEntry]:
-        unpinned = [entry for entry in self._entries.values() if entry.state == EntryState.EVICTABLE]
+    def _in_order_of_eviction(self, rank: Rank) -> Iterator[CacheEntry]:
+        yield from (entry for entry in self._entries.values() if entry.state == EntryState.EVICTABLE)
         pinned = [entry for entry in self._entries.values() if entry.state == EntryState.RESIDENT]
         yielding = [entry for entry in pinned if min(entry.pins.values()) > rank]
-        return unpinned + sorted(yielding, key=lambda entry: min(entry.pins.values()), reverse=True)
+        yield from sorted(yielding, key=lambda entry: min(entry.pins.values()), reverse=True)
 
     def check_invariants(self) -> None:
         used = [page for entry in self._entries.values() for page in entry.pages]
