@@ -99,7 +99,7 @@ def _conversation(rng: Random, system: str) -> Conversation:
 
     def request(question: str, *pictures: bytes) -> MixedRequest:
         messages = [_message("system", system), _message("user", f"{text} {question}", has_picture=bool(pictures))]
-        return MixedRequest(messages, pictures, max_tokens=rng.randrange(2, 9), has_stop=rng.random() < 0.5)
+        return MixedRequest(messages, pictures, max_tokens=rng.randrange(4, 25), has_stop=rng.random() < 0.3)
 
     opening = request(first, one), request(second, one), request(first, other), request(third)
     return Conversation(opening, third)

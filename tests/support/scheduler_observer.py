@@ -52,8 +52,9 @@ class Rows:
 class SchedulerObserver:
     """`note_*` say what happened outside; `watch_orders` before a step runs, `watch_results` after it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, has_atomic_items: bool = False) -> None:
         self._config = config
+        self._has_atomic_items = has_atomic_items
         self._block_size = config.cache.block_size
         self._requests: dict[str, Watched] = {}
         self._num_arrived = 0
@@ -120,7 +121,9 @@ class SchedulerObserver:
     def _check_budgets(self, output: SchedulerOutput) -> None:
         settings = self._config.scheduler
         assert all(num_tokens > 0 for num_tokens in output.num_scheduled_tokens.values()), "an empty window"
-        assert sum(output.num_scheduled_tokens.values()) <= settings.max_num_batched_tokens, "more tokens than the budget"
+        is_one_item = self._has_atomic_items and len(output.num_scheduled_tokens) == 1  # which may be larger than the budget
+        is_within = sum(output.num_scheduled_tokens.values()) <= settings.max_num_batched_tokens
+        assert is_within or is_one_item, "more tokens than the budget"
         num_rows = sum(each.num_rows for each in output.encodes)
         assert num_rows <= settings.max_encoder_rows or len(output.encodes) == 1, "more rows for the tower than its budget"
 
@@ -192,6 +195,7 @@ class SchedulerObserver:
             self._kv[self._place(request, place)] = request.histories[place]
         for item in request.items_read(num_tokens):
             self._check_item(item, output)
+            assert not self._has_atomic_items or item.end <= end, "a window ends inside an item whose tokens attend to each other"
 
     def _check_unused(self, blocks: Iterable[int], who: str, *, except_for: str) -> None:
         others = [each.block_ids for name, each in self._requests.items() if name != except_for]

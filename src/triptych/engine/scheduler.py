@@ -312,6 +312,7 @@ class Scheduler:
             return 0  # what is here under the item's key is of another size
         if num_tokens == 0:
             request.timeline.block(now)
+            return 0
         return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
 
     def _widen_to_whole_items(self, request: Request, num_tokens: int, plan: StepPlan) -> int:

@@ -7,6 +7,7 @@ import pytest
 from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
 
 from triptych.engine.arithmetic_runner import ArithmeticRunner, Fabric
+from triptych.engine.core import EngineCore
 from triptych.engine.events import ECNeeded, Failed, Finished, PrefixHit
 from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
@@ -73,6 +74,28 @@ def test_a_prefix_that_others_need_the_room_of_is_found_as_far_as_it_is_left():
     engine.run()
     assert engine.tokens["b"] == wanted(text(29), n=1)
     assert hits(engine, "b") == [12]
+    assert_nothing_is_held(engine)
+
+
+def test_a_prefix_that_ends_inside_an_item_which_is_gone_waits_for_the_item_also_where_windows_take_items_whole():
+    """Tokens 0 .. 15, the cat at 6 .. 10; the dog has put it out of the cache. b's hit ends at 8, in the cat."""
+    engine = make_engine(is_alone=True, encoder_rows=8)
+    config = engine.core._config  # pyright: ignore[reportPrivateUsage]
+    engine.core = EngineCore(config, engine.runner, engine.clock, has_atomic_items=True)
+    cat, dog = item_of("cat", 6, 5), item_of("dog", 0, 8)
+    engine.encode("e1", cat)
+    engine.add("a", text(16), (cat,))
+    engine.run()
+    engine.encode("e2", dog)
+    engine.run()
+    ends_otherwise = [*text(11), *text(5, seed=9)]
+    engine.add("b", ends_otherwise, (cat,))
+    engine.run()
+    assert "b" not in engine.tokens
+    engine.encode("e3", cat)
+    engine.run()
+    assert hits(engine, "b") == [8]
+    assert engine.tokens["b"] == wanted(ends_otherwise, (cat,))
     assert_nothing_is_held(engine)
 
 

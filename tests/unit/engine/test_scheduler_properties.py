@@ -192,9 +192,10 @@ class Traffic:
             connector=ConnectorConfig(ec_timeout_s=10.0, kv_timeout_s=10.0, ec_lease_s=LEASE_S, kv_lease_s=LEASE_S),
         )
         self.clock = TurnedClock()
-        self.observer = SchedulerObserver(self.config)
+        has_atomic_items = rng.random() < 0.2
+        self.observer = SchedulerObserver(self.config, has_atomic_items)
         self.runner = StubRunner(rng, self.observer, self.clock, self.config)
-        self.core = EngineCore(self.config, self.runner, self.clock)
+        self.core = EngineCore(self.config, self.runner, self.clock, has_atomic_items)
         self.live: dict[str, RequestSpec] = {}
         self.ended: dict[str, EngineEvent] = {}
         self.tokens: dict[str, list[int]] = {}
