@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CODE := src tests examples benchmarks
 
-.PHONY: all format check lines test chaos demo bench-smoke clean
+.PHONY: all format check lines test chaos demo bench-smoke bench-sched clean
 all: test
 
 # The stamp keeps pip from running again until what it installs changes.
@@ -38,6 +38,9 @@ demo: .venv/installed
 
 bench-smoke: .venv/installed
 	$(BIN)/python benchmarks/smoke.py
+
+bench-sched: .venv/installed
+	$(BIN)/python benchmarks/scheduler.py
 
 clean:
 	rm -rf .venv build dist out .pytest_cache .ruff_cache .hypothesis

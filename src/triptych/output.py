@@ -94,8 +94,7 @@ class NewRequestData:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CachedRequestData:
+class CachedRequestData(msgspec.Struct, frozen=True):
     """What changed for a request that the runner knows."""
 
     request_id: str

@@ -47,3 +47,24 @@ async def test_a_family_served_apart_gives_the_whole_models_tokens(name: str, tm
             tokens, logprobs = continuation(case, prompt, files)
             assert answer.tokens == tokens
             assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_what_follows_a_prefix_hit_inside_a_picture_is_computed_as_by_the_whole_model(name: str, tmp_path: Path):
+    """The second prompt is the first up to the end of its picture, which is not the end of a block."""
+    case = save_tiny_model(name, tmp_path, [noise(0, SIZES[0])])
+    (file,) = case.files
+    prompt, (item,) = build_prompt([case.lay_out(file, 1)])
+    end = item.end
+    block_size = next(each for each in (4, 5, 7) if end % each and end - end % each > item.start)
+    other = [*prompt[:end], *reversed(prompt[end:]), 7]
+    keyed = (MediaItem("1".ljust(64, "0"), "image", item.runs, item.num_rows, item.grid),)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0)
+    async with running_cluster("EPD1", model=tmp_path, block_size=block_size, chunk=64) as cluster:
+        for number, tokens in enumerate((prompt, other)):
+            job = GenerateJob(f"r{number}", tuple(tokens), sampling, keyed, {keyed[0].key: file})
+            answer = await asyncio.wait_for(cluster.ask(job), 60.0)
+            wanted, logprobs = continuation(case, tokens, [file])
+            assert answer.tokens == wanted
+            assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+        assert cluster.workers[0].gauges()["prefix_cache_hits"] == end - end % block_size

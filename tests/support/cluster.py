@@ -63,13 +63,25 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(
-    layout: str, *, model: str | Path = "demo", block_size: int = 16, chunk: int = 2048, encoder_cache_rows: int = 4096
+    layout: str,
+    *,
+    model: str | Path = "demo",
+    block_size: int = 16,
+    num_kv_blocks: int | None = None,
+    chunk: int = 2048,
+    max_num_seqs: int = 64,
+    encoder_cache_rows: int = 4096,
 ) -> AsyncGenerator[Cluster]:
     roles = ClusterLayout.parse(layout).roles
     base = EngineConfig(
         model=resolve_model(model),
-        cache=CacheConfig(block_size=block_size, kv_cache_nbytes=64 * 1024**2, encoder_cache_rows=encoder_cache_rows),
-        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=min(64, chunk)),
+        cache=CacheConfig(
+            block_size=block_size,
+            kv_cache_nbytes=64 * 1024**2,
+            num_kv_blocks=num_kv_blocks,
+            encoder_cache_rows=encoder_cache_rows,
+        ),
+        scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=min(max_num_seqs, chunk)),
         device=DeviceConfig(device="cpu", num_threads=1),
     )
     workers = [Worker(replace(base, role=role, is_alone=len(roles) == 1)) for role in roles]

@@ -1,4 +1,4 @@
-"""Fifty mixed requests on the demo model, and their greedy continuations by `transformers`' own `generate`.
+"""Requests on the demo model, fifty mixed ones and fifty that begin alike, and their greedy continuations by `transformers`' own `generate`.
 
 Nothing of Triptych is used here but the checkpoint and the pictures: template, tokens, pixels and positions are the library's.
 """
@@ -18,6 +18,7 @@ from triptych.demo import CHECKPOINT
 from triptych.demo.pictures import draw, random_picture
 
 NUM_REQUESTS = 50
+NUM_CONVERSATIONS = 10  # of five requests each
 SIZES = ((112, 112), (168, 112), (112, 196), (224, 224), (140, 420))
 QUESTIONS = ("what colour is the circle?", "what shape is red?", "how many shapes are there?", "describe the picture.")
 WORDS = ("a red circle", "the blue square", "and", "of every picture", "that we have seen", "is one more than two", "shapes")
@@ -65,6 +66,45 @@ def mixed_requests() -> list[MixedRequest]:
     return requests
 
 
+def _message(role: str, text: str, *, has_picture: bool = False) -> dict[str, Any]:
+    pictures = [{"type": "image"}] if has_picture else []
+    return {"role": role, "content": [*pictures, {"type": "text", "text": text}]}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is asked of one system text: a question about a picture, another about the same, the first about another picture, one without a
+    picture, and, once the first is answered, one more."""
+
+    opening: tuple[MixedRequest, ...]
+    next_question: str
+
+    def second_turn(self, answer: str) -> MixedRequest:
+        first = self.opening[0]
+        messages = [*first.messages, _message("assistant", answer), _message("user", self.next_question)]
+        return MixedRequest(messages, first.pictures, max_tokens=6, has_stop=True)
+
+
+@cache
+def conversations() -> list[Conversation]:
+    rng = Random(2025)
+    systems = [" ".join(rng.choice(WORDS) for _ in range(num_words)) for num_words in (2, 8, 30)]
+    return [_conversation(rng, systems[index % len(systems)]) for index in range(NUM_CONVERSATIONS)]
+
+
+def _conversation(rng: Random, system: str) -> Conversation:
+    size = SIZES[rng.randrange(len(SIZES))]
+    one, other = (_png(draw(random_picture(rng, size))) for _ in range(2))
+    text, (first, second, third) = rng.choice(WORDS), rng.sample(QUESTIONS, 3)
+
+    def request(question: str, *pictures: bytes) -> MixedRequest:
+        messages = [_message("system", system), _message("user", f"{text} {question}", has_picture=bool(pictures))]
+        return MixedRequest(messages, pictures, max_tokens=rng.randrange(4, 25), has_stop=rng.random() < 0.3)
+
+    opening = request(first, one), request(second, one), request(first, other), request(third)
+    return Conversation(opening, third)
+
+
 class Oracle:
     def __init__(self) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -75,6 +115,12 @@ class Oracle:
 
     def answer_all(self) -> list[Wanted]:
         return [self.answer(request) for request in mixed_requests()]
+
+    def answer_conversation(self, conversation: Conversation) -> list[Wanted]:
+        """The last is the second turn, which contains the first one's answer."""
+        opening = [self.answer(request) for request in conversation.opening]
+        said: str = self.tokenizer.decode(opening[0].tokens, skip_special_tokens=True)
+        return [*opening, self.answer(conversation.second_turn(said))]
 
     @torch.inference_mode()
     def prompt_logits(self, wanted: Wanted) -> torch.Tensor:

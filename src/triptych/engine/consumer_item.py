@@ -119,6 +119,8 @@ class ConsumerItems:
         if item is None or (item.is_unwanted and item.keep_until <= now):
             item = self._items[media.key] = ConsumerItem(media.key)
         waiter = item.waiters.get(request_id)
+        if waiter is not None and waiter.rank == rank:
+            return False  # in most steps of who waits
         item.waiters[request_id] = Waiter(rank, media.num_rows, now + self._timeout_s if waiter is None else waiter.deadline)
         return waiter is None and item.ticket is None
 
@@ -188,8 +190,8 @@ class ConsumerItems:
         """(request id, key) of the waits that are over: the caller has these requests leave. Drops what nobody came for."""
         for item in [each for each in self._items.values() if each.is_unwanted and each.keep_until <= now]:
             del self._items[item.key]
-        waits = [(request_id, item.key, each) for item in self._items.values() for request_id, each in item.waiters.items()]
-        return [(request_id, key) for request_id, key, waiter in waits if waiter.deadline <= now]
+        waits = [(item.key, item.waiters) for item in self._items.values()]
+        return [(name, key) for key, waiters in waits for name, each in waiters.items() if each.deadline <= now]
 
     def next_deadline(self) -> float | None:
         """Of the waits. Announcements that nobody came for are dropped whenever a step is made, and are few: they wake nobody."""

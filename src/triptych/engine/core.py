@@ -90,7 +90,7 @@ class EngineCore:
             sum(output.num_scheduled_tokens.values()),
             has_requests=scheduler.num_requests > 0,
             has_moved=has_moved,
-            may_sleep=scheduler.may_sleep,
+            may_sleep=has_moved or scheduler.may_sleep,  # which looks at every request
         )
         if not problem:
             return []

@@ -17,6 +17,7 @@ the other lacks cannot wait for each other for ever: who is first in line always
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -71,14 +72,16 @@ class EncoderCacheManager:
         return None if entry is None else entry.state
 
     def is_resident(self, key: str) -> bool:
-        return self.state(key) in (EntryState.RESIDENT, EntryState.EVICTABLE)
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_filled
 
     def is_known(self, key: str) -> bool:
         return key in self._entries
 
     def holds(self, key: str, num_rows: int) -> bool:
         """Whether an item is resident with as many rows as expected."""
-        return self.is_resident(key) and self._entries[key].num_rows == num_rows
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_filled and entry.num_rows == num_rows
 
     def keys(self, state: EntryState) -> set[str]:
         return {key for key, entry in self._entries.items() if entry.state == state}
@@ -154,11 +157,11 @@ class EncoderCacheManager:
             self.num_evicted += 1
         return True
 
-    def _in_order_of_eviction(self, rank: Rank) -> list[CacheEntry]:
-        unpinned = [entry for entry in self._entries.values() if entry.state == EntryState.EVICTABLE]
-        pinned = [entry for entry in self._entries.values() if entry.state == EntryState.RESIDENT]
+    def _in_order_of_eviction(self, rank: Rank) -> Iterator[CacheEntry]:
+        yield from (entry for entry in self._entries.values() if entry.is_filled and not entry.pins)
+        pinned = [entry for entry in self._entries.values() if entry.is_filled and entry.pins]
         yielding = [entry for entry in pinned if min(entry.pins.values()) > rank]
-        return unpinned + sorted(yielding, key=lambda entry: min(entry.pins.values()), reverse=True)
+        yield from sorted(yielding, key=lambda entry: min(entry.pins.values()), reverse=True)
 
     def check_invariants(self) -> None:
         used = [page for entry in self._entries.values() for page in entry.pages]

@@ -7,7 +7,7 @@ How many rows a key has is said by whoever brings it first, a ticket or what is 
 it would read rows of another item.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from triptych.config import EngineConfig
@@ -64,8 +64,10 @@ class ItemSupply:
         """Whether a window of the step that is being planned may read the item."""
         return planned.num_rows.get(item.key) == item.num_rows or self.cache.holds(item.key, item.num_rows)
 
-    def give_up_computed(self, request: Request, before: list[MediaItem]) -> None:
+    def give_up_computed(self, request: Request, before: Sequence[MediaItem]) -> None:
         """The request has computed on, or found what it need not compute; `before`, these were still pending."""
+        if request.pending_items() is before:
+            return
         still_needed = request.needed_items()
         for key in dict.fromkeys(item.key for item in before):
             if key not in still_needed:

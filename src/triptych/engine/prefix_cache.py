@@ -72,6 +72,8 @@ class PrefixCache:
         """Of each running request the block in which it computes next, if that is full already, with the rank of the first in line at it."""
         ranks: dict[bytes, Rank] = {}
         for request in running:
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                continue  # nobody waits for what it decodes
             hashes, index = request.block_hashes.extend(request.token_ids), request.num_computed_tokens // self._block_size
             if index < len(hashes):
                 ranks[hashes[index]] = min(request.rank, ranks.get(hashes[index], request.rank))

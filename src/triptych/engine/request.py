@@ -3,6 +3,7 @@
 WAITING -> RUNNING -> FINISHED;  with a KV ticket WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -106,7 +107,7 @@ class RequestSpec:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """Owned by the scheduler. `token_ids` grows by one with each sampled token.
 
@@ -130,6 +131,10 @@ class Request:
     num_cached_tokens: int = 0  # that the router was told last
     is_known_to_runner: bool = False
     status: RequestStatus = RequestStatus.WAITING
+    # what `pending_items` found last, and for which `num_computed_tokens` that holds: [from, until)
+    _pending: Sequence[MediaItem] = ()
+    _pending_from: float = 1
+    _pending_until: float = 0
 
     def change_status(self, status: RequestStatus) -> None:
         assert status in LEGAL_STATUS_CHANGES[self.status], f"{self.request_id}: {self.status} -> {status}"
@@ -154,9 +159,13 @@ class Request:
     def rank_of(self, item: MediaItem) -> Rank:
         return (*self.rank, item.start)
 
-    def pending_items(self) -> list[MediaItem]:
+    def pending_items(self) -> Sequence[MediaItem]:
         """Items of which a token is still to be computed, in the order of the prompt."""
-        return [item for item in self.items if item.end > self.num_computed_tokens]
+        if not self._pending_from <= self.num_computed_tokens < self._pending_until:
+            self._pending = [item for item in self.items if item.end > self.num_computed_tokens]
+            self._pending_from = self.num_computed_tokens
+            self._pending_until = min((item.end for item in self._pending), default=math.inf)
+        return self._pending
 
     def needed_items(self) -> dict[str, MediaItem]:
         """The pending items by key. A picture that comes again stands where it is needed next."""

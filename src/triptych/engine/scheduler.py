@@ -243,8 +243,9 @@ class Scheduler:
                 self._add_window(request, num_tokens, plan, now)
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
+        max_running = self._max_running
         for request in list(self._waiting):
-            if plan.budget <= 0 or len(self._running) >= self._max_running:
+            if plan.budget <= 0 or len(self._running) >= max_running:
                 return
             if request.kv_ticket is not None:
                 continue
@@ -309,6 +310,8 @@ class Scheduler:
         start = request.num_computed_tokens
         num_tokens = min(len(request.token_ids) - start, plan.budget)
         for item in request.pending_items():
+            if item.start >= start + num_tokens:
+                break
             first_row = request.next_row_of(item)
             if first_row < start + num_tokens and not self._items.has(item, plan.items):
                 num_tokens = first_row - start
@@ -317,6 +320,7 @@ class Scheduler:
             return 0  # what is here under the item's key is of another size
         if num_tokens == 0:
             request.timeline.block(now)
+            return 0
         return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
 
     def _widen_to_whole_items(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
@@ -336,13 +340,18 @@ class Scheduler:
         request.timeline.start(now)
         plan.windows[request.request_id] = num_tokens
         plan.budget -= num_tokens
-        if num_tokens > 1 or request.num_generated_tokens == 0:
+        if num_tokens > 1 or start < request.num_prompt_tokens:
             self.prefixes.note_window(request, num_tokens, plan)
         for item in request.pending_items():
+            if item.start >= start + num_tokens:
+                break
             if request.next_row_of(item) < start + num_tokens:
                 plan.item_pages[item.key] = self.cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        num_in_block = request.num_computed_tokens % self.kv.block_size
+        if 0 < num_in_block <= self.kv.block_size - num_tokens:
+            return True  # the last block, which is begun, has room: so it is in most steps of who decodes
         new = self.kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
         if new is None:
             if not self._make_room(request, num_tokens, plan):
@@ -411,23 +420,27 @@ class Scheduler:
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
         request.num_computed_tokens += num_tokens
-        self.num_advanced += max(0, request.num_computed_tokens - request.max_computed_tokens)
-        request.max_computed_tokens = max(request.max_computed_tokens, request.num_computed_tokens)
-        self._items.give_up_computed(request, before)
-        self.prefixes.enter(request)
+        num_new = request.num_computed_tokens - request.max_computed_tokens
+        if num_new > 0:
+            self.num_advanced += num_new
+            request.max_computed_tokens = request.num_computed_tokens
+        if before:
+            self._items.give_up_computed(request, before)
+        if request.num_computed_tokens % self.kv.block_size < num_tokens:  # a block is full
+            self.prefixes.enter(request)
 
     def _append(self, request: Request, token: TokenLogprob, is_complete: bool, ticket: KVTicket | None, now: float) -> None:
         request.token_ids.append(token.token_id)
         request.timeline.sample(now)
-        sampling = request.sampling
-        if token.token_id in sampling.stop_token_ids and request.num_generated_tokens > sampling.min_tokens:
+        sampling, num_generated_tokens = request.sampling, request.num_generated_tokens
+        if token.token_id in sampling.stop_token_ids and num_generated_tokens > sampling.min_tokens:
             self._finish(request, "stop")
             return
         self._events.append(NewTokens(request.request_id, (token,)))
         at_limit = len(request.token_ids) >= self._config.model.max_model_len
         if is_complete:
             self._finish(request, "stop")
-        elif at_limit or request.num_generated_tokens >= sampling.max_tokens:
+        elif at_limit or num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
         elif request.hands_over:
             self._hand_over(request, ticket)
