@@ -1,5 +1,7 @@
 """`KVCacheManager`: which request owns which KV blocks."""
 
+from collections.abc import Sequence
+
 from triptych.engine.block_pool import BlockPool
 
 
@@ -10,6 +12,8 @@ class KVCacheManager:
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._blocks: dict[str, list[int]] = {}
+        self._published: set[int] = set()
+        self._recycled: list[int] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -33,8 +37,25 @@ class KVCacheManager:
             self._blocks.setdefault(request_id, []).extend(new)
         return new
 
+    def start(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> int | None:
+        """Share the longest prefix of blocks whose hashes are known and reserve the rest of `num_tokens` tokens. The number of shared blocks,
+        or None (and nothing changed) if the others are not there."""
+        return None if self.allocate(request_id, num_tokens) is None else 0
+
+    def enter(self, request_id: str, hashes: Sequence[bytes]) -> None:
+        """The request's first `len(hashes)` blocks are computed."""
+
+    def mark_published(self, block_ids: Sequence[int]) -> None:
+        """Others may read the blocks: when they get another content, `take_recycled` says so."""
+        self._published.update(block_ids)
+
+    def take_recycled(self) -> tuple[int, ...]:
+        """Published blocks that are given to new content since the last call."""
+        recycled, self._recycled = tuple(self._recycled), []
+        return recycled
+
     def free(self, request_id: str) -> None:
-        self._pool.free(self._blocks.pop(request_id, ()))
+        self.reclaim(self.give_up(request_id))
 
     def give_up(self, request_id: str) -> tuple[int, ...]:
         """The blocks stay allocated, but belong to the caller, who returns them by `reclaim`."""
@@ -42,6 +63,8 @@ class KVCacheManager:
 
     def reclaim(self, block_ids: tuple[int, ...]) -> None:
         self._pool.free(block_ids)
+        self._recycled += [block_id for block_id in block_ids if block_id in self._published]
+        self._published.difference_update(block_ids)
 
     def check_invariants(self) -> None:
         self._pool.check_invariants()

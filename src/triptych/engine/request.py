@@ -1,13 +1,15 @@
 """`Request`: one generate request inside the engine, and the clock that says where its time went.
 
-WAITING -> RUNNING -> FINISHED;  with a KV ticket WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
+WAITING -> RUNNING -> FINISHED;  with KV tickets WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from triptych.engine.block_hashes import BlockHashes
 from triptych.engine.encoder_cache_manager import Rank
 from triptych.engine.events import StageTimings
+from triptych.engine.incoming_kv import IncomingKV
 from triptych.media.item import MediaItem
 from triptych.output import KVTicket, NewRequestData
 from triptych.sampling_params import SamplingParams
@@ -33,6 +35,7 @@ class Timeline:
     """Marks on the engine's clock; `timings` turns them into durations."""
 
     arrived_at: float
+    kv_complete_at: float | None = None  # the last ticket came, if it did not come with the request
     kv_resident_at: float | None = None
     started_at: float | None = None  # first window scheduled
     first_token_at: float | None = None
@@ -70,7 +73,7 @@ class Timeline:
         last = self.last_token_at if self.last_token_at is not None else first
         if self.kv_resident_at is not None:
             return StageTimings(
-                kv_transfer_s=self.kv_resident_at - self.arrived_at,
+                kv_transfer_s=self.kv_resident_at - (self.kv_complete_at or self.arrived_at),
                 decode_queue_s=started - self.kv_resident_at,
                 decode_s=last - started,
             )
@@ -94,7 +97,8 @@ class RequestSpec:
     sampling: SamplingParams
     items: tuple[MediaItem, ...] = ()
     hands_over: bool = False  # publish the KV after the first token; decode goes on elsewhere
-    kv_ticket: KVTicket | None = None
+    kv_tickets: tuple[KVTicket, ...] = ()  # of the parts known, in order
+    has_more_kv: bool = False  # other tickets follow, with the last the first token
     priority: int = 0  # lower is earlier
     age_s: float = 0.0  # how long it was under way before it came here
     cache_salt: str = ""  # requests with different salts share no KV blocks
@@ -116,8 +120,8 @@ class Request:
     rank: Rank
     timeline: Timeline
     hands_over: bool
-    kv_ticket: KVTicket | None
-    kv_deadline: float
+    block_hashes: BlockHashes
+    incoming: IncomingKV | None  # None: it is computed here
     num_computed_tokens: int = 0
     is_known_to_runner: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -131,8 +135,19 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def awaits_kv(self) -> bool:
-        return self.kv_ticket is not None and self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+    def will_hand_over(self) -> bool:
+        """Unless its first token ends it."""
+        return self.hands_over and self.num_generated_tokens + 1 < self.sampling.max_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """It takes its KV from a worker that still computes the prompt."""
+        return self.incoming is not None and not self.incoming.is_complete
+
+    @property
+    def kv_deadline(self) -> float | None:
+        awaits_kv = self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+        return self.incoming.deadline if self.incoming is not None and awaits_kv else None
 
     def rank_of(self, item: MediaItem) -> Rank:
         return (*self.rank, item.start)

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from itertools import count
 
 from triptych.config import EngineConfig, Stage
+from triptych.engine.block_hashes import BlockHashes
 from triptych.engine.encode_queue import EncodeSpec
-from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens
+from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, KVAwaited, KVPublished, NewTokens
+from triptych.engine.incoming_kv import IncomingKV
 from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_supply import KVSupply
@@ -24,7 +26,6 @@ from triptych.output import (
     NO_KV_OUTPUT,
     CachedRequestData,
     ECTicket,
-    KVConnectorOutput,
     KVTicket,
     ModelRunnerOutput,
     NewRequestData,
@@ -55,6 +56,7 @@ class Scheduler:
     def add_request(self, spec: RequestSpec) -> None:
         """The caller has checked it (admission.py), and that its id is not in use."""
         now = self._clock()
+        kv_deadline = now + self._config.connector.kv_timeout_s
         request = Request(
             request_id=spec.request_id,
             token_ids=list(spec.token_ids),
@@ -64,13 +66,20 @@ class Scheduler:
             rank=(now - spec.age_s + spec.priority * self._config.scheduler.priority_aging_s, next(self._arrivals)),
             timeline=Timeline(arrived_at=now),
             hands_over=spec.hands_over,
-            kv_ticket=spec.kv_ticket,
-            kv_deadline=now + self._config.connector.kv_timeout_s,
+            block_hashes=BlockHashes(self._config.cache.block_size, spec.items, spec.cache_salt),
+            incoming=IncomingKV([*spec.kv_tickets], not spec.has_more_kv, kv_deadline) if spec.kv_tickets else None,
         )
         self._requests[spec.request_id] = request
         insort(self._waiting, request, key=lambda each: each.rank)
-        if request.kv_ticket is None:
+        if request.incoming is None:
             self._secure_all(request, FailureReason.MISSING, now)
+        elif request.is_early:
+            self._events.append(KVAwaited(request.request_id))
+
+    def deliver_kv(self, request_id: str, tickets: tuple[KVTicket, ...], token_ids: tuple[int, ...], is_last: bool) -> None:
+        """Further tickets for a request that came early. One that is not here (any more) needs none."""
+        if request_id in self._requests:
+            self._take(self._kv_supply.deliver(self._requests[request_id], tickets, token_ids, is_last))
 
     def add_encode(self, spec: EncodeSpec) -> None:
         self._events += self._items.encodes.add(spec, self._clock())
@@ -110,7 +119,7 @@ class Scheduler:
         now = self._clock()
         self._expire(now)
         plan = StepPlan(self._config.scheduler.max_num_batched_tokens, self._items.plan(now))
-        self._start_kv_loads()
+        self._start_kv_loads(plan, now)
         self._schedule_running(plan, now)
         self._schedule_waiting(plan, now)
         self._yield_to_waiting(plan, now)
@@ -121,7 +130,7 @@ class Scheduler:
         now = self._clock()
         self._take(self._items.update(output, result, self._requests, now))
         kv_output = result.kv_connector_output or NO_KV_OUTPUT
-        self._end_kv_loads(kv_output, now)
+        self._take(self._kv_supply.update(kv_output))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or not request.is_known_to_runner:
@@ -130,8 +139,12 @@ class Scheduler:
                 self.fail_request(request_id, result.failed_requests[request_id], "internal_error", 500)
             elif request_id not in result.stalled_requests:
                 self._advance(request, num_tokens)
+                if request_id in kv_output.published:
+                    self._kv_supply.add_published(kv_output.published[request_id])
                 if request_id in result.sampled:
-                    self._append(request, result.sampled[request_id], kv_output.published.get(request_id), now)
+                    self._append(request, result.sampled[request_id], now)
+                elif request_id in kv_output.published:
+                    self._events.append(KVPublished(request_id, kv_output.published[request_id]))
         return self.take_events()
 
     def _take(self, events: list[EngineEvent]) -> None:
@@ -184,14 +197,10 @@ class Scheduler:
     def check_invariants(self) -> None:
         self.kv.check_invariants()
         self._items.check_invariants(self._requests)
-        assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
+        assert len(self._running) + len(self._waiting) + self._kv_supply.num_loading == len(self._requests)
         for request in self._requests.values():
             if request.status == RequestStatus.WAITING:
                 assert request.num_computed_tokens == 0, "a waiting request has computed tokens"
-
-    @property
-    def _num_loading(self) -> int:
-        return sum(1 for request in self._requests.values() if request.status == RequestStatus.LOADING_KV)
 
     @property
     def _last_in_line(self) -> Request:
@@ -211,11 +220,11 @@ class Scheduler:
                 self._add_window(request, num_tokens, plan, now)
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
-        max_running = self._config.scheduler.max_num_seqs - self._num_loading  # what loads now runs soon
+        max_running = self._config.scheduler.max_num_seqs - self._kv_supply.num_loading  # what loads now runs soon
         for request in list(self._waiting):
             if plan.budget <= 0 or len(self._running) >= max_running:
                 return
-            if request.kv_ticket is not None:
+            if request.incoming is not None:
                 continue
             num_tokens = self._window(request, plan, now)
             if num_tokens and not self._start(request, num_tokens, plan, now):
@@ -243,7 +252,7 @@ class Scheduler:
         if plan.windows:
             return
         for request in list(self._waiting):
-            if request.kv_ticket is not None or not self._may_displace(request, plan):
+            if request.incoming is not None or not self._may_displace(request, plan):
                 continue
             num_tokens = self._window(request, plan, now)
             while num_tokens and self._may_displace(request, plan):
@@ -297,23 +306,26 @@ class Scheduler:
             if new is not None:
                 plan.new_block_ids[request.request_id] = new
                 return True
-            victim = self._last_in_line
+            if self._kv_supply.has_blocks_coming:
+                return False
+            victim = self._kv_supply.last_in_line(self._running)
             self._preempt(victim, plan)
             if victim is request:
                 return False
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.budget += plan.windows.pop(request.request_id, 0)
-        if Stage.PREFILL not in self._config.role:
+        if Stage.PREFILL not in self._config.role or request.status == RequestStatus.LOADING_KV:
             # without an encoder cache its pictures cannot be computed again here; whoever sent it has it prefilled once more
             message = "the decode worker ran out of KV blocks."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.EVICTED)
             return
         self.num_preempted += 1
         self._running.remove(request)
+        self._kv_supply.leave(request)
         self.kv.free(request.request_id)
         request.num_computed_tokens = 0
-        request.kv_ticket = None
+        request.incoming = None
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.WAITING)
         insort(self._waiting, request, key=lambda each: each.rank)
@@ -327,15 +339,24 @@ class Scheduler:
 
     # --- KV from others ---------------------------------------------------------------------------------------------
 
-    def _start_kv_loads(self) -> None:
-        num_places = self._config.scheduler.max_num_seqs - len(self._running) - self._num_loading
-        for request in self._kv_supply.start_loads(self._waiting, num_places):
-            self._waiting.remove(request)
+    def _start_kv_loads(self, plan: StepPlan, now: float) -> None:
+        """Whose prompt is still computed elsewhere stands in nobody's way: otherwise that worker could wait for blocks which it keeps for
+        requests that wait here."""
+        self._running += self._kv_supply.take_ready(now)
+        for request in [each for each in self._waiting if self._kv_supply.may_start(each)]:
+            while not (self._has_place_to_load and self._kv_supply.start(request)):
+                early = self._kv_supply.last_early
+                if request.is_early:
+                    break
+                if early is None or self._kv_supply.has_blocks_coming:
+                    return
+                self._preempt(early, plan)
+            else:
+                self._waiting.remove(request)
 
-    def _end_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
-        ready, failures = self._kv_supply.update(kv_output, self._requests, now)
-        self._running += ready
-        self._take(failures)
+    @property
+    def _has_place_to_load(self) -> bool:
+        return len(self._running) + self._kv_supply.num_loading < self._config.scheduler.max_num_seqs
 
     # --- progress and endings ---------------------------------------------------------------------------------------
 
@@ -344,7 +365,7 @@ class Scheduler:
         request.num_computed_tokens += num_tokens
         self._items.give_up_computed(request, before)
 
-    def _append(self, request: Request, token: TokenLogprob, ticket: KVTicket | None, now: float) -> None:
+    def _append(self, request: Request, token: TokenLogprob, now: float) -> None:
         request.token_ids.append(token.token_id)
         request.timeline.sample(now)
         sampling = request.sampling
@@ -356,20 +377,21 @@ class Scheduler:
         if at_limit or request.num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
         elif request.hands_over:
-            self._hand_over(request, ticket)
+            self._hand_over(request)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._drop(request)
         self._events.append(Finished(request.request_id, reason, request.timeline.timings()))
 
-    def _hand_over(self, request: Request, ticket: KVTicket | None) -> None:
-        if ticket is None:
+    def _hand_over(self, request: Request) -> None:
+        tickets = self._kv_supply.published(request)
+        if not tickets:
             message = "the KV blocks were computed but not published."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.INTERNAL)
             return
         self._kv_supply.keep(request.request_id)
         self._drop(request)
-        self._events.append(HandedOver(request.request_id, ticket, request.timeline.timings()))
+        self._events.append(HandedOver(request.request_id, tickets, request.timeline.timings()))
 
     def _drop(self, request: Request) -> None:
         """Free everything that the request holds, whatever its state."""
@@ -406,8 +428,7 @@ class Scheduler:
             else:
                 new.append(request.to_new_request(self.kv.block_ids(request_id)))
                 request.is_known_to_runner = True
-            if request.hands_over and computed + plan.windows[request_id] == len(request.token_ids):
-                self._kv_supply.save(request)
+            self._kv_supply.save(request, computed + plan.windows[request_id])
         forgotten, self._forgotten = tuple(self._forgotten), []
         return SchedulerOutput(
             new_requests=tuple(new),
@@ -416,7 +437,7 @@ class Scheduler:
             encodes=plan.items.encodes.inputs,
             item_pages=plan.item_pages,
             freed_pages=self.cache.take_freed_pages(),
-            freed_block_ids=self._kv_supply.take_freed_block_ids(),
+            freed_block_ids=self.kv.take_recycled(),
             finished_request_ids=forgotten,
             ec_connector_metadata=self._items.ec.metadata(plan.loads_with_need(), plan.items.encodes),
             kv_connector_metadata=self._kv_supply.plan(),

@@ -51,6 +51,12 @@ class RouterMetrics:
             ("stage",),
             registry=self.registry,
         )
+        self.early_decodes = Counter(
+            "triptych_early_decodes",
+            "Calls to a decode worker made while the prompt was prefilled: kept at the hand-over, or dropped before.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self.in_flight = Gauge("triptych_requests_in_flight", "Requests under way.", registry=self.registry)
         self.workers = Gauge("triptych_workers", "Workers, by role and state.", ("role", "state"), registry=self.registry)
         self.lost_workers = Counter("triptych_workers_lost", "Workers lost, by role.", ("role",), registry=self.registry)

@@ -48,8 +48,8 @@ class DataPlane(ABC):
         """Start to copy the ticket's content, less its first `num_skipped` pages, into `pages` of the consumer's `arena`; returns at once.
 
         The future ends in bounded time, and raises `TransferError` with STALE, PEER_LOST, CORRUPT, MISMATCH (page sizes or counts do
-        not fit, or it is not divisible; checked before a byte is touched), MISSING or TIMEOUT (the producer's process does not answer). Until it is done,
-        nobody else may use the destination pages; after a failure their content is undefined.
+        not fit, or the ticket is not divisible; checked before a byte is touched), MISSING or TIMEOUT (the producer's process does not
+        answer). Until it is done, nobody else may use the destination pages; after a failure their content is undefined.
         """
 
     @abstractmethod

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import ECNeeded, EncodeFailed, Failed, Finished, HandedOver
@@ -113,12 +113,12 @@ class History:
 
     def _prefill(self, client: Client) -> None:
         client.attempt += 1
-        self.p.core.add_request(self._spec(client, None))
+        self.p.core.add_request(self._spec(client, ()))
 
-    def _spec(self, client: Client, ticket: KVTicket | None) -> RequestSpec:
+    def _spec(self, client: Client, tickets: tuple[KVTicket, ...]) -> RequestSpec:
         sampling = SamplingParams(max_tokens=client.num_tokens, temperature=0.0)
         ids = (*client.prompt, *client.tokens)
-        return RequestSpec(client.id, ids, len(client.prompt), sampling, client.items, ticket is None, ticket)
+        return RequestSpec(client.id, ids, len(client.prompt), sampling, client.items, not tickets, tickets)
 
     def _pump(self, engine: Engine) -> None:
         if self.rng.random() < 0.8:
@@ -136,7 +136,7 @@ class History:
                     self.encodes.pop(event.id)
                 case HandedOver() if client is not None:
                     self._take_tokens(engine, client)
-                    self.d.core.add_request(self._spec(client, ticket_of(engine, client.id)))
+                    self.d.core.add_request(self._spec(client, tickets_of(engine, client.id)))
                 case Finished() if client is not None:
                     self._take_tokens(engine, client)
                     client.is_over = True
