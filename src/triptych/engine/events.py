@@ -1,8 +1,8 @@
 """What the engine tells the outside about requests and encodes; sent as they are on a worker's event streams.
 
-A generate request's stream is: any number of `ECNeeded`, `ECLoaded`, `PrefixHit`, `PromptLogprobs`, `KVPublished`, `KVAwaited` and `NewTokens`, then exactly one
-terminal event: `Finished`, `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or
-`EncodeFailed`.
+A generate request's stream is: any number of `ECNeeded`, `ECLoaded`, `PrefixHit`, `PromptLogprobs`, `KVPublished`, `KVAwaited` and `NewTokens`,
+then exactly one terminal event: `Finished`, `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal
+event: `Encoded` or `EncodeFailed`.
 """
 
 import msgspec

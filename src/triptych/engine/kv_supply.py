@@ -1,6 +1,7 @@
 """`KVSupply`: requests whose KV blocks come from another worker, and blocks that are given to another worker.
 
-taken:  WAITING with tickets -> blocks for all of it reserved, LOADING_KV: each part is read as its ticket comes -> all read, first token known: RUNNING
+taken:  WAITING with tickets -> blocks for all of it reserved, LOADING_KV: each part is read as its ticket comes -> all read, and the first
+        token is known: RUNNING
 given:  full blocks of a request -> published with each chunk, the rest with its prompt's last token -> kept under a lease -> released or lapsed
 """
 

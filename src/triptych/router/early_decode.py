@@ -31,6 +31,7 @@ class EarlyDecode:
         self._worker: PooledWorker | None = None
         self._call_id = ""
         self._num_tokens = 0  # that went with the call
+        self._tickets: list[KVTicket] = []  # that it was given
         self._has_failed = False
         self._is_handed_over = False
         self._is_known = asyncio.Event()  # the worker has the request: nothing can overtake it any more
@@ -43,14 +44,14 @@ class EarlyDecode:
         return self._worker is not None
 
     @property
-    def worker(self) -> PooledWorker | None:
-        """Where it is going on, or nowhere."""
-        return None if self._has_failed else self._worker
+    def is_going(self) -> bool:
+        return self.was_tried and not self._has_failed
 
     def begin(
         self, worker: PooledWorker, message: GenerateRequest, events: AsyncGenerator[GenerateEvent], deliver: Deliver
     ) -> None:
         """`message` has the first ticket; `events` are those of the call that it makes, once they are listened to."""
+        self._tickets = [*message.kv_transfer_params.tickets]
         self._worker, self._call_id, self._num_tokens = worker, message.request_id, len(message.token_ids)
         self._tasks = [
             asyncio.create_task(self._listen(events), name=f"early decode {message.request_id}"),
@@ -59,8 +60,15 @@ class EarlyDecode:
 
     def deliver(self, ticket: KVTicket) -> None:
         """A part that follows those before it."""
-        if self.worker is not None:
+        if self.is_going:
+            self._tickets.append(ticket)
             self._outbox.put_nowait(KVDelivery(self._call_id, (ticket,)))
+
+    async def worker_for(self, tickets: tuple[KVTicket, ...]) -> PooledWorker | None:
+        """Where it can go on now that all tickets are known; nowhere if the prompt was computed anew meanwhile."""
+        if tickets[: len(self._tickets)] != tuple(self._tickets):
+            await self.drop()
+        return self._worker if self.is_going else None
 
     async def hand_over(self, tickets: tuple[KVTicket, ...], token_ids: list[int]) -> AsyncGenerator[GenerateEvent]:
         """The events from here on; raises what ended the call. `token_ids` are the request's by now."""
@@ -74,7 +82,7 @@ class EarlyDecode:
 
     async def drop(self) -> None:
         """It is of no use any more; the hand-over goes the ordinary way."""
-        if self.worker is not None:
+        if self.is_going:
             self._fail()
             await self.aclose()
 

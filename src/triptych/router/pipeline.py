@@ -311,7 +311,7 @@ class Pipeline:
         def pick() -> PooledWorker:
             return self._placement.pick_decode(avoid | backoff.full)
 
-        going_on = early.worker
+        going_on = await early.worker_for(tickets)
         while True:
             request.waits_for = "a decode worker"
             worker = going_on or await self._placement.when_there(pick)

@@ -73,7 +73,7 @@ class PendingReads(Generic[KeyT, LoadT]):
 
 
 def _outcome(
-    key: KeyT, load: LoadT, future: "Future[None]", accept: Callable[[LoadT], FailureReason | None]
+    key: Hashable, load: LoadT, future: "Future[None]", accept: Callable[[LoadT], FailureReason | None]
 ) -> FailureReason | None:
     if future.cancelled():
         return FailureReason.TIMEOUT

@@ -195,7 +195,7 @@ class MixedHistory:
                     tokens = asked.generated + engine.tokens[event.id]
                     assert tokens == wanted(asked.prompt, asked.items, asked.num_tokens), event.id
                 case Failed() if event.id in self.asked:
-                    assert event.reason in (*LOST, FailureReason.TIMEOUT), event
+                    assert event.reason in (*LOST, FailureReason.TIMEOUT, FailureReason.EVICTED), event
                     del self.asked[event.id]
                 case _:
                     pass

@@ -2,6 +2,7 @@
 
 import pytest
 
+from triptych.engine.block_hashes import BlockHashes
 from triptych.engine.events import StageTimings
 from triptych.engine.request import Request, RequestStatus, Timeline
 from triptych.media.item import MediaItem
@@ -56,8 +57,8 @@ def make_request(items: tuple[MediaItem, ...] = ()) -> Request:
         rank=(0, 3),
         timeline=Timeline(0.0),
         hands_over=False,
-        kv_ticket=None,
-        kv_deadline=0.0,
+        block_hashes=BlockHashes(4, items),
+        incoming=None,
     )
 
 

@@ -92,11 +92,11 @@ async def test_kv_is_taken_from_the_cluster_only():
         request = generate_request(hands_over=True)
         first = await listen(p.generate(request))
         assert isinstance(first.end, HandedOver)
-        ticket = first.end.ticket
-        forged = msgspec.structs.replace(ticket, data=msgspec.structs.replace(ticket.data, checksum=""))
+        (ticket,) = first.end.tickets
+        forged = msgspec.structs.replace(ticket, data=msgspec.structs.replace(ticket.data, page_checksums=()))
         for worker, wrong in ((d, forged), (d, msgspec.structs.replace(ticket, seal="")), (stranger, ticket)):
             with pytest.raises(RequestError, match="has not the seal of this cluster"):
-                worker.generate(moved(request, first.tokens, KVTransferParams(ticket=wrong)))
+                worker.generate(moved(request, first.tokens, KVTransferParams(tickets=(wrong,))))
             await assert_nothing_is_held(worker)
-        rest = await listen(d.generate(moved(request, first.tokens, KVTransferParams(ticket=ticket))))
+        rest = await listen(d.generate(moved(request, first.tokens, KVTransferParams(tickets=(ticket,)))))
         assert isinstance(rest.end, Finished)

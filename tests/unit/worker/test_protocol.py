@@ -42,7 +42,7 @@ KV_TICKET = KVTicket("r", 20, 16, 4096, "float32", DATA)
 def full_request() -> GenerateRequest:
     request = generate_request(seed=0)
     ec = ECTransferParams(request.ec_transfer_params.items, (EC_TICKET,))
-    return msgspec.structs.replace(request, ec_transfer_params=ec, kv_transfer_params=KVTransferParams(ticket=KV_TICKET))
+    return msgspec.structs.replace(request, ec_transfer_params=ec, kv_transfer_params=KVTransferParams(tickets=(KV_TICKET,)))
 
 
 MESSAGES = (
@@ -62,7 +62,7 @@ MESSAGES = (
 GENERATE_EVENTS = (
     ECNeeded("r", key_of(0), FailureReason.EVICTED),
     NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)),
-    HandedOver("r", KV_TICKET, StageTimings(prefill_s=0.5)),
+    HandedOver("r", (KV_TICKET,), StageTimings(prefill_s=0.5)),
     Finished("r", "stop", StageTimings(decode_s=1.5)),
     Failed("r", "no", "ec_unavailable", 503, FailureReason.TIMEOUT),
 )
@@ -98,8 +98,8 @@ def test_an_unknown_field_of_a_message_is_refused(message: msgspec.Struct):
         ("ec_transfer_params", "tickets", 0),
         ("ec_transfer_params", "tickets", 0, "data"),
         ("kv_transfer_params",),
-        ("kv_transfer_params", "ticket"),
-        ("kv_transfer_params", "ticket", "data"),
+        ("kv_transfer_params", "tickets", 0),
+        ("kv_transfer_params", "tickets", 0, "data"),
     ),
 )
 def test_an_unknown_field_at_any_depth_is_refused(path: tuple[str | int, ...]):
