@@ -82,7 +82,7 @@ async def test_a_hand_over_carries_its_ticket(client_and_worker: Pair, make_job:
     client, _ = client_and_worker
     last = (await collect(client, message_of(make_job(), do_remote_decode=True)))[-1]
     assert isinstance(last, HandedOver)
-    assert last.ticket.num_tokens == len(make_job().token_ids)
+    assert last.tickets[-1].num_tokens == len(make_job().token_ids)
 
 
 async def test_an_encode_takes_the_bytes_as_they_are_and_gives_a_ticket(client_and_worker: Pair) -> None:

@@ -16,6 +16,8 @@ from triptych.engine.events import (
     Finished,
     GenerateEvent,
     HandedOver,
+    KVAwaited,
+    KVPublished,
     NewTokens,
     StageTimings,
 )
@@ -27,6 +29,7 @@ from triptych.worker.protocol import (
     ECDelivery,
     ECTransferParams,
     GenerateRequest,
+    KVDelivery,
     KVTransferParams,
     RegisterRequest,
     ReleaseRequest,
@@ -52,6 +55,7 @@ MESSAGES = (
     ECDelivery("r", key_of(0), EC_TICKET),
     ECDelivery("r", key_of(0), failure=FailureReason.BAD_MEDIA, message="broken"),
     ECDelivery("r", key_of(0)),
+    KVDelivery("r", (KV_TICKET,), (5,), is_last=True),
     AbortRequest("r"),
     ReleaseRequest("r"),
     RegisterRequest("http://127.0.0.1:1"),
@@ -62,6 +66,8 @@ MESSAGES = (
 GENERATE_EVENTS = (
     ECNeeded("r", key_of(0), FailureReason.EVICTED),
     NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)),
+    KVPublished("r", KV_TICKET),
+    KVAwaited("r"),
     HandedOver("r", (KV_TICKET,), StageTimings(prefill_s=0.5)),
     Finished("r", "stop", StageTimings(decode_s=1.5)),
     Failed("r", "no", "ec_unavailable", 503, FailureReason.TIMEOUT),
@@ -203,4 +209,4 @@ def test_what_is_too_long_too_many_or_of_another_form_is_refused_with_the_fields
 
 def test_no_two_events_share_a_tag():
     tags = {type(event).__struct_config__.tag for event in (*GENERATE_EVENTS, *ENCODE_EVENTS)}
-    assert len(tags) == 7
+    assert len(tags) == 9
