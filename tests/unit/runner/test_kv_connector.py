@@ -111,6 +111,42 @@ def test_nothing_past_the_last_token_is_left_in_loaded_blocks(producer: Worker, 
     assert consumer.cache.blocks[2, :, :, 2:].eq(0.0).all()
 
 
+def test_parts_of_one_request_are_read_beside_each_other_and_reported_one_by_one(
+    producer: Worker, consumer: Worker, network: FakeNetwork
+) -> None:
+    saves = (KVSave("r", 4, (3,)), KVSave("s", 10, (9, 5), first_block=1))
+    published = producer.step(saves=saves).published
+    first = published["r"]
+    rest = producer.step(saves=(KVSave("r", 10, (9, 5), first_block=1),)).published["r"]
+    assert (first.first_block, first.data.pages, rest.first_block, rest.data.pages) == (0, (3,), 1, (9, 5))
+    consumer.step(loads=(KVLoad("r", first, (7,)), KVLoad("r", rest, (2, 6))))
+    network.deliver(network.pending[1])
+    assert consumer.step() == KVConnectorOutput(finished_loads={("r", 1)})
+    network.kill("P-1")
+    assert consumer.step() == KVConnectorOutput(failed_loads={("r", 0): FailureReason.PEER_LOST})
+    assert consumer.cache.blocks[2].eq(9.0).all()
+    assert consumer.cache.blocks[6, :, :, 2:].eq(0.0).all(), "10 tokens end in the middle of the third block"
+
+
+def test_skipped_blocks_are_not_read_and_may_be_gone(producer: Worker, consumer: Worker, network: FakeNetwork) -> None:
+    ticket = producer.publish(num_tokens=6)
+    producer.cache.recycle((3,))
+    consumer.step(loads=(KVLoad("r", ticket, (2,), num_skipped=1),))
+    network.deliver()
+    assert consumer.step() == KVConnectorOutput(finished_loads={("r", 0)})
+    assert consumer.cache.blocks[2, :, :, :2].eq(9.0).all()
+    assert consumer.cache.blocks[2, :, :, 2:].eq(0.0).all()
+
+
+@pytest.mark.parametrize(("blocks", "num_skipped"), [((7, 2, 5), 0), ((7,), 0), ((7, 2), 1), ((), 2), ((7, 2, 5), -1)])
+def test_a_load_whose_blocks_are_not_those_of_the_ticket_is_refused(
+    producer: Worker, consumer: Worker, network: FakeNetwork, blocks: tuple[int, ...], num_skipped: int
+) -> None:
+    output = consumer.step(loads=(KVLoad("r", producer.publish(), blocks, num_skipped),))
+    assert output.failed_loads == {("r", 0): FailureReason.MISMATCH}
+    assert network.pending == []
+
+
 @pytest.mark.parametrize(
     ("recycled", "killed", "reason"), [(True, False, FailureReason.STALE), (False, True, FailureReason.PEER_LOST)]
 )
@@ -135,6 +171,8 @@ def test_a_load_that_goes_wrong_fails_with_its_reason(
         ("num_tokens", 9),
         ("num_tokens", 4),
         ("num_tokens", 0),
+        ("first_block", 1),
+        ("first_block", -1),
         ("request_id", "s"),
     ],
 )
@@ -143,7 +181,7 @@ def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_
 ) -> None:
     ticket = msgspec.structs.replace(producer.publish(), **{field: value})
     output = consumer.step(loads=(KVLoad("r", ticket, (7, 2)),))
-    assert output.failed_loads == {("r", 0): FailureReason.MISMATCH}
+    assert output.failed_loads == {("r", ticket.first_block): FailureReason.MISMATCH}
     assert network.pending == []
 
 
