@@ -72,8 +72,9 @@ class Timeline:
         first = self.first_token_at if self.first_token_at is not None else started
         last = self.last_token_at if self.last_token_at is not None else first
         if self.kv_resident_at is not None:
+            complete = self.kv_complete_at if self.kv_complete_at is not None else self.arrived_at
             return StageTimings(
-                kv_transfer_s=self.kv_resident_at - (self.kv_complete_at or self.arrived_at),
+                kv_transfer_s=self.kv_resident_at - complete,
                 decode_queue_s=started - self.kv_resident_at,
                 decode_s=last - started,
             )

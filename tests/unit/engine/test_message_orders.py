@@ -231,7 +231,7 @@ def test_an_encode_id_that_is_used_again_holds_one_item_only():
 
 @pytest.mark.parametrize("num_rows", (-1, 0, 4, 7, 10**9))
 @pytest.mark.parametrize("comes_first", (False, True))
-def test_a_tickets_of_another_size_ends_its_request_and_does_not_stand_in_the_way_of_others(num_rows: int, comes_first: bool):
+def test_a_ticket_of_another_size_ends_its_request_and_does_not_stand_in_the_way_of_others(num_rows: int, comes_first: bool):
     fabric = Fabric()
     engine = make_engine("PD", fabric=fabric)
     cat, dog = item_of("cat", 5, 6), item_of("dog", 5, 6)

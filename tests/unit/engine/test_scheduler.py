@@ -171,7 +171,7 @@ def test_a_failed_load_asks_for_the_item_again_and_the_request_survives():
     assert_nothing_is_held(p)
 
 
-def test_a_tickets_of_another_shape_fails_its_request_alone():
+def test_a_ticket_of_another_shape_fails_its_request_alone():
     fabric = Fabric()
     p = make_engine("PD", fabric=fabric)
     item = item_of("cat", 5, 10)
