@@ -355,15 +355,19 @@ def test_a_part_that_cannot_be_read_fails_the_request(reason: FailureReason):
 # --- who gives way
 
 
-def test_an_early_request_gives_way_to_one_that_runs_and_needs_blocks():
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_an_early_request_gives_way_to_one_that_runs_and_needs_blocks(comes_first: bool):
     p, d = pair(num_kv_blocks=9)
     p.add("runs", text(8, 2), n=12, hands_over=True)
     p.run()
     p.add("r", text(20), hands_over=True)
     p.run()
+    if comes_first:
+        early(d, tickets_of(p, "r")[0])
     ordinary(d, p, "runs", 8, 12, seed=2)
     d.step()
-    early(d, tickets_of(p, "r")[0])
+    if not comes_first:
+        early(d, tickets_of(p, "r")[0])
     d.run()
     end = d.ends["r"]
     assert isinstance(end, Failed)

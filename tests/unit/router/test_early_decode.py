@@ -257,7 +257,14 @@ def test_a_prompt_that_is_preempted_at_its_prefill_worker_is_handed_over_the_ord
     async def run() -> None:
         cluster = Cluster("P1D1", num_kv_blocks=14, transfer_s=5.0)
         jobs = [make_job(tuple(range(100 * number, 100 * number + 36)), name=f"r{number}") for number in range(3)]
-        assert await asyncio.gather(*(cluster.generate(job) for job in jobs)) == [expected(job) for job in jobs]
+        answers = asyncio.gather(*(cluster.generate(job) for job in jobs))
+        for _ in range(200):
+            await asyncio.sleep(0.1)
+            if cluster["D0"].record.aborted:
+                break
+        running = {request.request_id for request in cluster["P0"].core.scheduler._running}  # pyright: ignore[reportPrivateUsage]
+        assert {f"{id[:2]}-1" for id in cluster["D0"].record.aborted} <= running, "it was dropped before its prompt was computed"
+        assert await answers == [expected(job) for job in jobs]
         await asyncio.sleep(1.0)
         assert cluster["P0"].core.scheduler.num_preempted > 0
         assert cluster.num_replays == 0
