@@ -34,6 +34,7 @@ from triptych.worker.protocol import (
     ECTransferParams,
     EncodeRequest,
     GenerateRequest,
+    KVDelivery,
     KVTransferParams,
 )
 
@@ -137,12 +138,17 @@ async def test_cancelling_an_encode_aborts_it(client_and_worker: Pair) -> None:
     await until(lambda: worker.record.aborted == ["e"])
 
 
-async def test_deliveries_and_releases_arrive(client_and_worker: Pair) -> None:
+async def test_deliveries_and_releases_arrive(client_and_worker: Pair, make_job: Make) -> None:
     client, worker = client_and_worker
     delivery = ECDelivery("r", "0" * 64, failure=FailureReason.BAD_MEDIA, message="broken")
     await client.deliver(delivery)
     await client.release("r")
     assert worker.record.deliveries == [delivery]
+    last = (await collect(client, message_of(make_job(), do_remote_decode=True)))[-1]
+    assert isinstance(last, HandedOver)
+    kv_delivery = KVDelivery("unknown", last.tickets, (7,), is_last=True)
+    await client.deliver_kv(kv_delivery)
+    assert worker.record.kv_deliveries == [kv_delivery]
     assert worker.record.released == ["r"]
 
 
