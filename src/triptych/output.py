@@ -36,14 +36,18 @@ class ECTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KVTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The published KV blocks of a request's first `num_tokens` tokens."""
+    """A part of a request's published KV: its blocks from number `first_block` on, up to the one that holds token `num_tokens - 1`.
+
+    The parts of a request follow each other without gap or overlap, so all but the last end with a full block.
+    """
 
     request_id: str
-    num_tokens: int
+    num_tokens: int  # from the start of the prompt to the end of this part
     block_size: int
     block_nbytes: int
     dtype: str
     data: Ticket  # its subject is the request's id
+    first_block: int = 0
     seal: str = ""  # see `sealed`
 
 
@@ -132,22 +136,31 @@ class ECConnectorMetadata:
     timeout_s: float = 0.0  # bound on the wait for needed loads
 
 
+KVPart = tuple[str, int]  # the id of the request that takes it, and the number of the part's first block
+
+
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Read `ticket` into `block_ids`, while other requests run."""
+    """Read `ticket`, less its first `num_skipped` blocks, into `block_ids`, while other requests run."""
 
     request_id: str
     ticket: KVTicket
     block_ids: tuple[int, ...]
+    num_skipped: int = 0
+
+    @property
+    def part(self) -> KVPart:
+        return self.request_id, self.ticket.first_block
 
 
 @dataclass(frozen=True, slots=True)
 class KVSave:
-    """Publish `block_ids`, which hold the KV of the first `num_tokens` tokens once this step has run."""
+    """Publish `block_ids`, the request's blocks from number `first_block` on: this step completes the KV of its first `num_tokens` tokens."""
 
     request_id: str
     num_tokens: int
     block_ids: tuple[int, ...]
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +207,8 @@ class ECConnectorOutput:
 @dataclass(slots=True)
 class KVConnectorOutput:
     published: dict[str, KVTicket] = field(default_factory=dict[str, KVTicket])  # by request id
-    finished_loads: set[str] = field(default_factory=set[str])  # request ids
-    failed_loads: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])
+    finished_loads: set[KVPart] = field(default_factory=set[KVPart])
+    failed_loads: dict[KVPart, FailureReason] = field(default_factory=dict[KVPart, FailureReason])
     failed_saves: dict[str, FailureReason] = field(default_factory=dict[str, FailureReason])  # by request id
 
 

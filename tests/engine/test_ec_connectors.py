@@ -60,7 +60,7 @@ async def test_encode_prefill_and_decode_workers_give_the_tokens_of_one_process(
         request = generate_request(seed=0, n=6, hands_over=True)
         first = await listen(p.generate(with_tickets(request, await encode(e))))
         assert isinstance(first.end, HandedOver)
-        kv = KVTransferParams(ticket=first.end.ticket)
+        kv = KVTransferParams(tickets=first.end.tickets)
         moved = msgspec.structs.replace(request, token_ids=(*request.token_ids, *first.tokens), kv_transfer_params=kv)
         rest = await listen(d.generate(moved))
         assert first.tokens + rest.tokens == wanted

@@ -143,10 +143,10 @@ def wanted(tokens: list[int], items: tuple[MediaItem, ...] = (), n: int = 4) -> 
     return expected_tokens(tokens, items, n)
 
 
-def ticket_of(engine: Engine, request_id: str) -> KVTicket:
+def tickets_of(engine: Engine, request_id: str) -> tuple[KVTicket, ...]:
     end = engine.ends[request_id]
     assert isinstance(end, HandedOver)
-    return end.ticket
+    return end.tickets
 
 
 def assert_nothing_is_held(engine: Engine) -> None:

@@ -24,7 +24,7 @@ from triptych.router.placement import Placement
 from triptych.router.pool import PooledWorker, WorkerPool
 from triptych.router.worker_client import WorkerClient
 from triptych.transfer.ticket import Ticket
-from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest
+from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, KVDelivery
 
 T = TypeVar("T")
 
@@ -178,6 +178,9 @@ class FaultyLink(WorkerClient):
 
     async def deliver(self, delivery: ECDelivery) -> None:
         await self._tell(delivery.request_id, lambda: self.worker.deliver(delivery))
+
+    async def deliver_kv(self, delivery: KVDelivery) -> None:
+        await self._tell(delivery.request_id, lambda: self.worker.deliver_kv(delivery))
 
     async def release(self, id: str) -> None:
         await self._tell(id, lambda: self.worker.release(id))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from triptych.config import EngineConfig
 from triptych.engine.request import RequestSpec
 from triptych.media.item import MediaItem
-from triptych.output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from triptych.output import CachedRequestData, KVLoad, KVPart, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 Rank = tuple[float, int]
 Place = tuple[int, int]  # block, offset
@@ -60,7 +60,7 @@ class SchedulerObserver:
         self._num_arrived = 0
         self._numbers: dict[tuple[object, ...], int] = {}  # histories
         self._kv: dict[Place, int] = {}  # history of what was written last
-        self._kv_loads: dict[str, tuple[int, ...]] = {}  # copies under way
+        self._kv_loads: dict[KVPart, KVLoad] = {}  # copies under way
         self._kv_leases: dict[str, tuple[tuple[int, ...], float]] = {}
         self._items: dict[str, Rows] = {}
         self._item_leases: dict[str, dict[str, float]] = {}  # key -> encode id -> end
@@ -168,7 +168,7 @@ class SchedulerObserver:
         assert list(new.token_ids) == request.token_ids, "a request's tokens are not those that it has"
         request.is_known = request.has_begun = True
         request.block_ids, request.num_computed = list(new.block_ids), new.num_computed_tokens
-        self.num_hits += new.num_computed_tokens > 0 and request.spec.kv_ticket is None
+        self.num_hits += new.num_computed_tokens > 0 and not request.spec.kv_tickets
 
     def _follow_cached(self, cached: CachedRequestData) -> None:
         request = self._requests[cached.request_id]
@@ -178,9 +178,9 @@ class SchedulerObserver:
 
     def _check_kv_loads(self, output: SchedulerOutput) -> None:
         for load in output.kv_connector_metadata.loads:
-            assert load.request_id not in self._kv_loads, "two copies under one id"
+            assert load.part not in self._kv_loads, "two copies under one id"
             self._check_unused(load.block_ids, "a copy writes", except_for=load.request_id)
-            self._kv_loads[load.request_id] = load.block_ids
+            self._kv_loads[load.part] = load
 
     def _check_window(self, request: Watched, num_tokens: int, output: SchedulerOutput, now: float) -> None:
         start, end = request.num_computed, request.num_computed + num_tokens
@@ -199,7 +199,7 @@ class SchedulerObserver:
 
     def _check_unused(self, blocks: Iterable[int], who: str, *, except_for: str) -> None:
         others = [each.block_ids for name, each in self._requests.items() if name != except_for]
-        others += [each for name, each in self._kv_loads.items() if name != except_for]
+        others += [list(load.block_ids) for load in self._kv_loads.values() if load.request_id != except_for]
         used = {block for each in others for block in each}
         assert not used & set(blocks), f"{who} a block that another uses"
 
@@ -236,17 +236,14 @@ class SchedulerObserver:
     def _check_line(self, waiting: list[Watched], output: SchedulerOutput) -> None:
         """Nobody starts before a request that is before it in line and waits for its turn only: a text, whose beginning nobody else computes.
         Who starts in an otherwise empty step may: nothing else can go on, and it takes the place of those that wait."""
-        started = [request for request in waiting if request.is_known and request.spec.kv_ticket is None]
+        started = [request for request in waiting if request.is_known and not request.spec.kv_tickets]
         if len(output.num_scheduled_tokens) == 1:
             return
         beginnings = {self._beginning(self._requests[name]) for name in output.num_scheduled_tokens}
         ready = [
             each
             for each in waiting
-            if not each.is_known
-            and not each.spec.items
-            and each.spec.kv_ticket is None
-            and self._beginning(each) not in beginnings
+            if not each.is_known and not each.spec.items and not each.spec.kv_tickets and self._beginning(each) not in beginnings
         ]
         for request in started:
             passed = [each.spec.request_id for each in ready if each.rank < request.rank]
@@ -272,10 +269,10 @@ class SchedulerObserver:
             self._items[key].is_filled = True
         for key in ec.failed_loads if ec is not None else ():
             del self._items[key]
-        for request_id in kv.finished_loads if kv is not None else ():
-            self._fill(self._kv_loads.pop(request_id), self._requests.get(request_id))
-        for request_id in kv.failed_loads if kv is not None else ():
-            del self._kv_loads[request_id]
+        for part in kv.finished_loads if kv is not None else ():
+            self._fill(self._kv_loads.pop(part), self._requests.get(part[0]))
+        for part in kv.failed_loads if kv is not None else ():
+            del self._kv_loads[part]
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or request_id in result.failed_requests or request_id in result.stalled_requests:
@@ -284,11 +281,12 @@ class SchedulerObserver:
             if request_id in result.sampled:
                 self._grow(request, result.sampled[request_id].token_id)
 
-    def _fill(self, blocks: tuple[int, ...], request: Watched | None) -> None:
+    def _fill(self, load: KVLoad, request: Watched | None) -> None:
         """A copy has ended; who it was for may have left."""
-        histories = request.histories if request is not None else []
-        for place, history in enumerate(histories[: len(blocks) * self._block_size]):
-            self._kv[blocks[place // self._block_size], place % self._block_size] = history
+        first = (load.ticket.first_block + load.num_skipped) * self._block_size
+        histories = request.histories[first:] if request is not None else []
+        for place, history in enumerate(histories[: len(load.block_ids) * self._block_size]):
+            self._kv[load.block_ids[place // self._block_size], place % self._block_size] = history
 
 
 def _has_row_at(item: MediaItem, place: int) -> bool:

@@ -33,6 +33,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "page_nbytes": _INTS,
     "nbytes": _INTS,
     "checksum": _NAMES,
+    "page_checksums": st.lists(_NAMES, max_size=4).map(tuple),
+    "first_block": _INTS,
     "lease_s": st.one_of(st.floats(), st.sampled_from([-1.0, math.nan, math.inf, -math.inf])),
     "planes": st.dictionaries(st.sampled_from(["shm", "file", "fake", "ec-file", "nixl"]), _NAMES, max_size=3),
     "subject": _NAMES,

@@ -44,10 +44,22 @@ def check_request(spec: RequestSpec, config: EngineConfig) -> None:
     _check_places(spec.items)
     for item in spec.items:
         _check_item(item, spec, config)
-    if spec.kv_ticket is not None and not 0 < spec.kv_ticket.num_tokens < len(spec.token_ids):
-        raise RequestError(
-            f"the KV ticket is for {spec.kv_ticket.num_tokens} tokens of {len(spec.token_ids)}; it must leave at least one to compute."
-        )
+    check_kv_parts(spec.kv_tickets, len(spec.token_ids), config)
+
+
+def check_kv_parts(tickets: tuple[KVTicket, ...], num_tokens: int, config: EngineConfig) -> None:
+    """Raise `RequestError` if the tickets are not the parts of one request's KV, from the start on, or leave none of its tokens to compute."""
+    end = 0
+    for ticket in tickets:
+        start = ticket.first_block * config.cache.block_size
+        if start != end or ticket.request_id != tickets[0].request_id:
+            raise RequestError(
+                f"the KV ticket for tokens {start} to {ticket.num_tokens} of {ticket.request_id} does not follow the one for tokens "
+                f"up to {end} of {tickets[0].request_id}; the parts of a request's KV come in order and without a gap."
+            )
+        end = ticket.num_tokens
+        if not start < end < num_tokens:
+            raise RequestError(f"the KV ticket is for {end} tokens of {num_tokens}; it must leave at least one to compute.")
 
 
 def check_encode(spec: EncodeSpec, config: EngineConfig) -> None:
@@ -68,14 +80,22 @@ def check_takes_items(config: EngineConfig) -> None:
         raise RequestError(f"this worker's role is {config.role}: it takes no embeddings from others.")
 
 
+def check_takes_kv(config: EngineConfig) -> None:
+    """Raise `RequestError` that names the role, if this worker goes on with no KV of others."""
+    if not config.is_kv_consumer:
+        raise RequestError(f"this worker's role is {config.role}: it takes no KV from others.")
+
+
 def check_role(spec: RequestSpec, config: EngineConfig) -> None:
     """Raise `RequestError` that names the role, if this worker has not got the stages that the request asks of it."""
     if not config.needs_kv_cache:
         raise RequestError(f"this worker's role is {config.role}: it encodes media and cannot generate.")
-    if spec.kv_ticket is not None and not config.is_kv_consumer:
-        raise RequestError(f"this worker's role is {config.role}: it takes no KV from others.")
-    if spec.kv_ticket is None and Stage.PREFILL not in config.role:
-        raise RequestError(f"this worker's role is {config.role}: it cannot prefill, so kv_transfer_params.ticket is needed.")
+    if spec.kv_tickets:
+        check_takes_kv(config)
+    elif Stage.PREFILL not in config.role:
+        raise RequestError(f"this worker's role is {config.role}: it cannot prefill, so kv_transfer_params.tickets are needed.")
+    elif spec.has_more_kv:
+        raise RequestError("kv_transfer_params.has_more is set without tickets; the first of them goes with the request.")
     if spec.hands_over and not config.is_kv_producer:
         raise RequestError(f"this worker's role is {config.role}: it cannot hand a request over to another worker.")
     if not spec.hands_over and Stage.DECODE not in config.role:
@@ -104,7 +124,7 @@ def _check_named_tokens(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_extent(what: str, data: Ticket, names: tuple[str, ...], max_pages: int) -> None:
-    num_pages = max(len(data.pages), len(data.generations))
+    num_pages = max(len(data.pages), len(data.generations), len(data.page_checksums))
     if num_pages > max_pages:
         raise RequestError(f"{what} names {num_pages} pages, and this worker's cache has {max_pages}.")
     if not 0 <= data.lease_s < math.inf:

@@ -28,6 +28,7 @@ from triptych.output import (
     ECTicket,
     KVConnectorOutput,
     KVLoad,
+    KVPart,
     KVTicket,
     ModelRunnerOutput,
     NewRequestData,
@@ -90,7 +91,7 @@ def _next_token(kv: int, seed: int) -> int:
 @dataclass(slots=True)
 class Fabric:
     """The data plane between arithmetic runners. `is_holding`: loads end when it is set to False again. `failures`: the next load of a key
-    (or request) ends with that reason. A runner that is not in `runners` is gone, and its memory with it."""
+    (or of a part of a request's KV) ends with that reason. A runner that is not in `runners` is gone, and its memory with it."""
 
     runners: "dict[str, ArithmeticRunner]" = field(default_factory=dict)
     is_holding: bool = False
@@ -147,8 +148,8 @@ class ArithmeticRequest:
 
 
 class ArithmeticRunner:
-    """`script`: the first tokens of every answer, in place of the arithmetic's. `held`: the keys and request ids of loads that are under
-    way until whoever put them in takes them out."""
+    """`script`: the first tokens of every answer, in place of the arithmetic's. `held`: the keys and parts of requests' KV whose loads are
+    under way until whoever put them in takes them out."""
 
     def __init__(self, config: EngineConfig, fabric: Fabric, worker_id: str) -> None:
         self._config = config
@@ -160,7 +161,8 @@ class ArithmeticRunner:
         self._ec_loads: list[ECLoad] = []
         self._kv_loads: list[KVLoad] = []
         self.encoded_keys: list[str] = []
-        self.held: set[str] = set()
+        self.held: set[str | KVPart] = set()
+        self.num_blocks_read = 0
         self.script: tuple[int, ...] = ()
         self._published_blocks: dict[str, tuple[int, ...]] = {}  # by request id
         fabric.runners[worker_id] = self
@@ -218,23 +220,31 @@ class ArithmeticRunner:
             key, ticket = load.ticket.key, load.ticket
             if key in self.held or (self._fabric.is_holding and not load.is_needed):
                 self._ec_loads.append(load)
-            elif self._read(ticket.data, key, load.pages, ec_output):
+                continue
+            failure = self._read(ticket.data, key, load.pages)
+            if failure is None:
+                ec_output.finished_loads.add(key)
                 self._items[key] = (ticket.num_rows, load.pages)
+            else:
+                ec_output.failed_loads[key] = failure
         kv_loads, self._kv_loads = self._kv_loads, []
         for load in kv_loads:
-            if load.request_id in self.held or self._fabric.is_holding:
+            if load.part in self.held or self._fabric.is_holding:
                 self._kv_loads.append(load)
+                continue
+            self.num_blocks_read += len(load.block_ids)
+            failure = self._read(load.ticket.data.without_first(load.num_skipped), load.request_id, load.block_ids)
+            if failure is None:
+                kv_output.finished_loads.add(load.part)
             else:
-                self._read(load.ticket.data, load.request_id, load.block_ids, kv_output)
+                kv_output.failed_loads[load.part] = failure
 
-    def _read(self, ticket: Ticket, name: str, pages: Sequence[int], output: ECConnectorOutput | KVConnectorOutput) -> bool:
+    def _read(self, ticket: Ticket, name: str, pages: Sequence[int]) -> FailureReason | None:
         content = self._fabric.read(ticket, name)
         if isinstance(content, FailureReason):
-            output.failed_loads[name] = content
-            return False
+            return content
         self.memories[ticket.arena].fill(pages, content)
-        output.finished_loads.add(name)
-        return True
+        return None
 
     def _encode(self, output: SchedulerOutput) -> None:
         for each in output.encodes:
@@ -294,5 +304,11 @@ class ArithmeticRunner:
             self._published_blocks[save.request_id] = save.block_ids
             data = self.memories["kv"].ticket(self._worker_id, "kv", save.block_ids, kv.lease_s)
             kv_output.published[save.request_id] = KVTicket(
-                save.request_id, save.num_tokens, config.cache.block_size, config.kv_block_nbytes, config.model.dtype, data
+                request_id=save.request_id,
+                num_tokens=save.num_tokens,
+                block_size=config.cache.block_size,
+                block_nbytes=config.kv_block_nbytes,
+                dtype=config.model.dtype,
+                data=data,
+                first_block=save.first_block,
             )

@@ -13,7 +13,7 @@ from triptych.engine.progress_watch import ProgressWatch, describe
 from triptych.engine.request import RequestSpec
 from triptych.engine.scheduler import Scheduler
 from triptych.errors import FailureReason, InternalError, OverloadedError, RequestError, TriptychError
-from triptych.output import ECTicket, ModelRunnerOutput, SchedulerOutput
+from triptych.output import ECTicket, KVTicket, ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class EngineCore:
 
     def announce(self, ticket: ECTicket) -> None:
         self.scheduler.announce(ticket)
+
+    def deliver_kv(self, request_id: str, tickets: tuple[KVTicket, ...], token_ids: tuple[int, ...], is_last: bool) -> None:
+        self.scheduler.deliver_kv(request_id, tickets, token_ids, is_last)
 
     def item_failed(self, request_id: str, key: str, message: str, reason: FailureReason) -> None:
         """An item cannot be had from anybody. That ends the request, unless it has the item by now, or somebody else's ticket for it."""

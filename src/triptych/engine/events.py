@@ -1,8 +1,8 @@
 """What the engine tells the outside about requests and encodes; sent as they are on a worker's event streams.
 
-A generate request's stream is: any number of `ECNeeded`, `ECLoaded`, `PrefixHit`, `PromptLogprobs`, `KVPublished` and `NewTokens`, then exactly one
-terminal event: `Finished`, `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal event: `Encoded` or
-`EncodeFailed`.
+A generate request's stream is: any number of `ECNeeded`, `ECLoaded`, `PrefixHit`, `PromptLogprobs`, `KVPublished`, `KVAwaited` and `NewTokens`,
+then exactly one terminal event: `Finished`, `HandedOver` (prefill done, decode goes on elsewhere) or `Failed`. An encode has exactly one terminal
+event: `Encoded` or `EncodeFailed`.
 """
 
 import msgspec
@@ -22,7 +22,7 @@ class StageTimings(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_queue_s: float = 0.0  # arrival to first scheduled token, less ec_wait_s
     prefill_before_wait_s: float = 0.0  # part of prefill_s: what was computed before the last wait for an item began
     prefill_s: float = 0.0  # first scheduled token to first sampled token, less ec_wait_s
-    kv_transfer_s: float = 0.0  # arrival with a KV ticket to blocks resident
+    kv_transfer_s: float = 0.0  # arrival of the last KV ticket to blocks resident
     decode_queue_s: float = 0.0  # blocks resident to first scheduled token
     decode_s: float = 0.0  # first scheduled decode step to last token
 
@@ -71,10 +71,14 @@ class KVPublished(Event, frozen=True, tag="kv_published"):
     ticket: KVTicket
 
 
-class HandedOver(Event, frozen=True, tag="handed_over"):
-    """Terminal for a prefill worker: the tokens so far were sent, the KV of `ticket.num_tokens` tokens is published."""
+class KVAwaited(Event, frozen=True, tag="kv_awaited"):
+    """A decode worker knows the request, and further tickets can be delivered to it: an earlier delivery could have overtaken the request."""
 
-    ticket: KVTicket
+
+class HandedOver(Event, frozen=True, tag="handed_over"):
+    """Terminal for a prefill worker: the tokens so far were sent, and all of the KV is published."""
+
+    tickets: tuple[KVTicket, ...]  # of all its parts, in order
     timings: StageTimings
 
 
@@ -116,6 +120,8 @@ class PreparationNeeded(msgspec.Struct, frozen=True):
 
 
 TERMINAL_EVENTS = (HandedOver, Finished, Failed)  # of a generate request
-GenerateEvent = ECNeeded | ECLoaded | PrefixHit | PromptLogprobs | NewTokens | KVPublished | HandedOver | Finished | Failed
+GenerateEvent = (
+    ECNeeded | ECLoaded | PrefixHit | PromptLogprobs | NewTokens | KVPublished | KVAwaited | HandedOver | Finished | Failed
+)
 EncodeEvent = Encoded | EncodeFailed
 EngineEvent = GenerateEvent | EncodeEvent | PreparationNeeded

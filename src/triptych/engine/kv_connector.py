@@ -1,14 +1,14 @@
 """The scheduler's half of the KV connector: which blocks to load or publish in a step, and who owns blocks that left their request.
 
 prefill:  a request's blocks -> save (this step) -> published under a lease -> released or lapsed -> reclaimed
-decode:   reserved blocks -> load (runs over several steps) -> the request's; if the request left meanwhile, the
-          blocks are kept until the copy has ended, then reclaimed
+decode:   reserved blocks -> loads, one per part (they run over several steps) -> the request's; if the request left meanwhile,
+          the blocks of each part are kept until its copy has ended, then reclaimed
 """
 
 from collections.abc import Callable
 
 from triptych.config import EngineConfig
-from triptych.output import EMPTY_KV_METADATA, KVConnectorMetadata, KVLoad, KVSave, KVTicket
+from triptych.output import EMPTY_KV_METADATA, KVConnectorMetadata, KVLoad, KVPart, KVSave
 from triptych.transfer.lease import LeaseTable
 
 
@@ -27,17 +27,22 @@ class KVConnectorScheduler:
         """Whether any copy has not ended."""
         return False
 
-    def start_load(self, request_id: str, ticket: KVTicket, block_ids: tuple[int, ...]) -> None:
-        raise AssertionError("a KV ticket reached a worker whose KV connector is off")
-
-    def save(self, request_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        raise AssertionError("a hand-over reached a worker whose KV connector is off")
-
-    def abandon_load(self, request_id: str, block_ids: tuple[int, ...]) -> bool:
-        """The request leaves. True if the copy still writes its blocks, which the connector then keeps."""
+    @property
+    def has_abandoned(self) -> bool:
+        """Whether a copy for a request that has left has not ended."""
         return False
 
-    def end_load(self, request_id: str) -> tuple[int, ...]:
+    def start_load(self, load: KVLoad) -> None:
+        raise AssertionError("a KV ticket reached a worker whose KV connector is off")
+
+    def save(self, save: KVSave) -> None:
+        raise AssertionError("a hand-over reached a worker whose KV connector is off")
+
+    def abandon_loads(self, request_id: str) -> frozenset[int]:
+        """The request leaves. The blocks that copies still write, which the connector keeps."""
+        return frozenset()
+
+    def end_load(self, part: KVPart) -> tuple[int, ...]:
         """The copy has ended, well or not: the blocks of a request that left meanwhile."""
         return ()
 
@@ -72,11 +77,15 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
         self._published: dict[str, tuple[int, ...]] = {}
         self._loads: list[KVLoad] = []  # of the next step
         self._saves: list[KVSave] = []
-        self._in_flight: set[str] = set()
-        self._abandoned: dict[str, tuple[int, ...]] = {}
+        self._in_flight: dict[KVPart, tuple[int, ...]] = {}  # the blocks that its copy writes
+        self._abandoned: set[KVPart] = set()  # of those in flight
 
     def is_loading(self, request_id: str) -> bool:
-        return request_id in self._in_flight
+        return any(id == request_id for id, _ in self._in_flight)
+
+    @property
+    def has_abandoned(self) -> bool:
+        return bool(self._abandoned)
 
     @property
     def is_copying(self) -> bool:
@@ -94,26 +103,28 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
         if not self._loads and not self._saves:
             return EMPTY_KV_METADATA
         metadata = KVConnectorMetadata(tuple(self._loads), tuple(self._saves), self._lease_s)
-        self._in_flight.update(load.request_id for load in self._loads)
+        self._in_flight.update((load.part, load.block_ids) for load in self._loads)
         self._loads, self._saves = [], []
         return metadata
 
-    def start_load(self, request_id: str, ticket: KVTicket, block_ids: tuple[int, ...]) -> None:
-        self._loads.append(KVLoad(request_id, ticket, block_ids))
+    def start_load(self, load: KVLoad) -> None:
+        self._loads.append(load)
 
-    def save(self, request_id: str, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        self._saves.append(KVSave(request_id, num_tokens, block_ids))
+    def save(self, save: KVSave) -> None:
+        self._saves.append(save)
 
-    def abandon_load(self, request_id: str, block_ids: tuple[int, ...]) -> bool:
+    def abandon_loads(self, request_id: str) -> frozenset[int]:
         self._loads = [load for load in self._loads if load.request_id != request_id]
-        if request_id not in self._in_flight:
-            return False
-        self._abandoned[request_id] = block_ids
-        return True
+        parts = [part for part in self._in_flight if part[0] == request_id]
+        self._abandoned.update(parts)
+        return frozenset(block_id for part in parts for block_id in self._in_flight[part])
 
-    def end_load(self, request_id: str) -> tuple[int, ...]:
-        self._in_flight.discard(request_id)
-        return self._abandoned.pop(request_id, ())
+    def end_load(self, part: KVPart) -> tuple[int, ...]:
+        block_ids = self._in_flight.pop(part, ())
+        if part not in self._abandoned:
+            return ()
+        self._abandoned.remove(part)
+        return block_ids
 
     def keep(self, request_id: str, block_ids: tuple[int, ...]) -> tuple[int, ...]:
         earlier = self.release(request_id)

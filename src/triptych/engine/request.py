@@ -1,6 +1,6 @@
 """`Request`: one generate request inside the engine, and the clock that says where its time went.
 
-WAITING -> RUNNING -> FINISHED;  with a KV ticket WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
+WAITING -> RUNNING -> FINISHED;  with KV tickets WAITING -> LOADING_KV -> RUNNING;  RUNNING -> WAITING when it is preempted.
 """
 
 import math
@@ -11,6 +11,7 @@ from enum import Enum, auto
 from triptych.engine.block_hashes import BlockHashes
 from triptych.engine.encoder_cache_manager import Rank
 from triptych.engine.events import StageTimings
+from triptych.engine.incoming_kv import IncomingKV
 from triptych.media.item import MediaItem
 from triptych.output import KVTicket, NewRequestData
 from triptych.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Timeline:
     """Marks on the engine's clock; `timings` turns them into durations."""
 
     arrived_at: float
+    kv_complete_at: float | None = None  # the last ticket came, if it did not come with the request
     kv_resident_at: float | None = None
     started_at: float | None = None  # first window scheduled
     first_token_at: float | None = None
@@ -72,8 +74,9 @@ class Timeline:
         first = self.first_token_at if self.first_token_at is not None else started
         last = self.last_token_at if self.last_token_at is not None else first
         if self.kv_resident_at is not None:
+            complete = self.kv_complete_at if self.kv_complete_at is not None else self.arrived_at
             return StageTimings(
-                kv_transfer_s=self.kv_resident_at - self.arrived_at,
+                kv_transfer_s=self.kv_resident_at - complete,
                 decode_queue_s=started - self.kv_resident_at,
                 decode_s=last - started,
             )
@@ -97,7 +100,8 @@ class RequestSpec:
     sampling: SamplingParams
     items: tuple[MediaItem, ...] = ()
     hands_over: bool = False  # publish the KV after the first token; decode goes on elsewhere
-    kv_ticket: KVTicket | None = None
+    kv_tickets: tuple[KVTicket, ...] = ()  # of the parts known, in order
+    has_more_kv: bool = False  # other tickets follow, with the last the first token
     priority: int = 0  # lower is earlier
     age_s: float = 0.0  # how long it was under way before it came here
     cache_salt: str = ""  # requests with different salts share no KV blocks
@@ -123,9 +127,8 @@ class Request:
     rank: Rank
     timeline: Timeline
     hands_over: bool
-    kv_ticket: KVTicket | None
-    kv_deadline: float
     block_hashes: BlockHashes
+    incoming: IncomingKV | None  # None: it is computed here
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0  # the most that `num_computed_tokens` ever was
     num_cached_tokens: int = 0  # that the router was told last
@@ -145,8 +148,19 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def awaits_kv(self) -> bool:
-        return self.kv_ticket is not None and self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+    def will_hand_over(self) -> bool:
+        """Unless its first token ends it."""
+        return self.hands_over and self.num_generated_tokens + 1 < self.sampling.max_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """It takes its KV from a worker that still computes the prompt."""
+        return self.incoming is not None and not self.incoming.is_complete
+
+    @property
+    def kv_deadline(self) -> float | None:
+        awaits_kv = self.status in (RequestStatus.WAITING, RequestStatus.LOADING_KV)
+        return self.incoming.deadline if self.incoming is not None and awaits_kv else None
 
     @property
     def findable_hashes(self) -> Sequence[bytes]:

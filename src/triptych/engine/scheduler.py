@@ -13,19 +13,20 @@ from itertools import count
 
 from triptych.config import EngineConfig, Stage
 from triptych.engine.encode_queue import EncodeSpec
-from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, NewTokens, PromptLogprobs
+from triptych.engine.events import EngineEvent, Failed, Finished, HandedOver, KVAwaited, KVPublished, NewTokens, PromptLogprobs
+from triptych.engine.incoming_kv import IncomingKV
 from triptych.engine.item_supply import ItemSupply
 from triptych.engine.kv_cache_manager import KVCacheManager
 from triptych.engine.kv_supply import KVSupply
 from triptych.engine.prefix_cache import PrefixCache
 from triptych.engine.request import Request, RequestSpec, RequestStatus, Timeline
 from triptych.engine.step_plan import StepPlan
+from triptych.engine.windows import Windows
 from triptych.errors import FailureReason, RequestError
 from triptych.output import (
     NO_KV_OUTPUT,
     CachedRequestData,
     ECTicket,
-    KVConnectorOutput,
     KVTicket,
     ModelRunnerOutput,
     NewRequestData,
@@ -38,7 +39,6 @@ class Scheduler:
     def __init__(self, config: EngineConfig, clock: Callable[[], float], has_atomic_items: bool = False) -> None:
         self._config = config
         self._clock = clock
-        self._has_atomic_items = has_atomic_items
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # by rank
         self._running: list[Request] = []
@@ -46,6 +46,7 @@ class Scheduler:
         self.prefixes = PrefixCache(config, self.kv)
         self._items = ItemSupply(config, clock)
         self.cache = self._items.cache
+        self._windows = Windows(self._items, config.scheduler.max_num_batched_tokens, has_atomic_items)
         self._kv_supply = KVSupply(config, clock, self.kv)
         self._events: list[EngineEvent] = []
         self._forgotten: list[str] = []  # the runner drops them in the next step
@@ -58,6 +59,7 @@ class Scheduler:
     def add_request(self, spec: RequestSpec) -> None:
         """The caller has checked it (admission.py), and that its id is not in use."""
         now = self._clock()
+        kv_deadline = now + self._config.connector.kv_timeout_s
         request = Request(
             request_id=spec.request_id,
             token_ids=list(spec.token_ids),
@@ -67,17 +69,23 @@ class Scheduler:
             rank=(now - spec.age_s + spec.priority * self._config.scheduler.priority_aging_s, next(self._arrivals)),
             timeline=Timeline(arrived_at=now),
             hands_over=spec.hands_over,
-            kv_ticket=spec.kv_ticket,
-            kv_deadline=now + self._config.connector.kv_timeout_s,
             block_hashes=self.prefixes.block_hashes(spec),
+            incoming=IncomingKV([*spec.kv_tickets], not spec.has_more_kv, kv_deadline) if spec.kv_tickets else None,
         )
         self._requests[spec.request_id] = request
         insort(self._waiting, request, key=lambda each: each.rank)
-        if request.kv_ticket is None:
+        if request.incoming is None:
             self.prefixes.look_up(request)
             if len(request.pending_items()) < len(request.items):
                 self._events += self.prefixes.tell(request)
             self._secure_all(request, FailureReason.MISSING, now)
+        elif request.is_early:
+            self._events.append(KVAwaited(request.request_id))
+
+    def deliver_kv(self, request_id: str, tickets: tuple[KVTicket, ...], token_ids: tuple[int, ...], is_last: bool) -> None:
+        """Further tickets for a request that came early. One that is not here (any more) needs none."""
+        if request_id in self._requests:
+            self._take(self._kv_supply.deliver(self._requests[request_id], tickets, token_ids, is_last))
 
     def add_encode(self, spec: EncodeSpec) -> None:
         self._events += self._items.encodes.add(spec, self._clock())
@@ -117,7 +125,7 @@ class Scheduler:
         now = self._clock()
         self._expire(now)
         plan = StepPlan(self._config.scheduler.max_num_batched_tokens, self._items.plan(now))
-        self._start_kv_loads()
+        self._start_kv_loads(plan, now)
         self._schedule_running(plan, now)
         self._schedule_waiting(plan, now)
         self._yield_to_waiting(plan, now)
@@ -128,7 +136,7 @@ class Scheduler:
         now = self._clock()
         self._take(self._items.update(output, result, self._requests, now))
         kv_output = result.kv_connector_output or NO_KV_OUTPUT
-        self._end_kv_loads(kv_output, now)
+        self._take(self._kv_supply.update(kv_output))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or not request.is_known_to_runner:
@@ -142,11 +150,15 @@ class Scheduler:
                     first = request.num_computed_tokens + 1  # each position tells of the token after it
                     self._events.append(PromptLogprobs(request_id, first, result.prompt_logprobs[request_id]))
                 self._advance(request, num_tokens)
+                if request_id in kv_output.published:
+                    self._kv_supply.add_published(kv_output.published[request_id])
                 is_complete = request_id in result.completed
                 if request_id in result.sampled:
-                    self._append(request, result.sampled[request_id], is_complete, kv_output.published.get(request_id), now)
+                    self._append(request, result.sampled[request_id], is_complete, now)
                 elif is_complete:
                     self._finish(request, "stop")
+                elif request_id in kv_output.published:
+                    self._events.append(KVPublished(request_id, kv_output.published[request_id]))
         return self.take_events()
 
     def _take(self, events: list[EngineEvent]) -> None:
@@ -212,22 +224,14 @@ class Scheduler:
     def check_invariants(self) -> None:
         self.kv.check_invariants({each.request_id: each.num_computed_tokens for each in self._running})
         self._items.check_invariants(self._requests)
-        assert len(self._running) + len(self._waiting) + self._num_loading == len(self._requests)
+        assert len(self._running) + len(self._waiting) + self._kv_supply.num_loading == len(self._requests)
         for request in self._requests.values():
             if request.status == RequestStatus.WAITING:
                 assert not self.kv.block_ids(request.request_id), "a waiting request has blocks"
 
     @property
-    def _num_loading(self) -> int:
-        return sum(1 for request in self._requests.values() if request.status == RequestStatus.LOADING_KV)
-
-    @property
     def _max_running(self) -> int:
-        return self._config.scheduler.max_num_seqs - self._num_loading  # what loads now runs soon
-
-    @property
-    def _last_in_line(self) -> Request:
-        return max(self._running, key=lambda each: each.rank)
+        return self._config.scheduler.max_num_seqs - self._kv_supply.num_loading  # what loads now runs soon
 
     # --- choosing windows -------------------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class Scheduler:
         for request in list(self._waiting):
             if plan.budget <= 0 or len(self._running) >= max_running:
                 return
-            if request.kv_ticket is not None:
+            if request.incoming is not None:
                 continue
             self._look_up_prefix(request, now)
             if self.prefixes.is_computed_by_another(request, self._running, plan):
@@ -279,7 +283,7 @@ class Scheduler:
         if plan.windows:
             return
         for request in list(self._waiting):
-            if request.kv_ticket is not None or not self._may_displace(request, plan):
+            if request.incoming is not None or not self._may_displace(request, plan):
                 continue
             self._look_up_prefix(request, now)
             num_tokens = self._window(request, plan, now)
@@ -294,7 +298,7 @@ class Scheduler:
             self._secure_all(request, FailureReason.EVICTED, now)
 
     def _may_displace(self, request: Request, plan: StepPlan) -> bool:
-        return bool(self._running) and (self._could_end(request, plan) or request.rank < self._last_in_line.rank)
+        return bool(self._running) and (self._could_end(request, plan) or request.rank < max(each.rank for each in self._running))
 
     def _could_end(self, request: Request, plan: StepPlan) -> bool:
         """If the others gave up their blocks: it needs no item, and what leases hold leaves it enough."""
@@ -307,46 +311,23 @@ class Scheduler:
 
     def _window(self, request: Request, plan: StepPlan, now: float) -> int:
         """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""
-        start = request.num_computed_tokens
-        num_tokens = min(len(request.token_ids) - start, plan.budget)
-        for item in request.pending_items():
-            if item.start >= start + num_tokens:
-                break
-            first_row = request.next_row_of(item)
-            if first_row < start + num_tokens and not self._items.has(item, plan.items):
-                num_tokens = first_row - start
-                self._take(self._items.secure(request, item, FailureReason.EVICTED, now))
-        if request.status == RequestStatus.FINISHED:
-            return 0  # what is here under the item's key is of another size
+        num_tokens, missing = self._windows.cut(request, plan)
+        if missing is not None:
+            self._take(self._items.secure(request, missing, FailureReason.EVICTED, now))
+            if request.status == RequestStatus.FINISHED:
+                return 0  # what is here under the item's key is of another size
         if num_tokens == 0:
             request.timeline.block(now)
-            return 0
-        return self._widen_to_whole_items(request, num_tokens, plan) if self._has_atomic_items else num_tokens
-
-    def _widen_to_whole_items(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
-        """No window may end inside an item: end before it, or, if it is the next thing, take it whole (also over the budget)."""
-        start = request.num_computed_tokens
-        for item in request.pending_items():
-            if item.start < start + num_tokens < item.end:
-                if item.start > start:
-                    return item.start - start
-                is_first = plan.budget == self._config.scheduler.max_num_batched_tokens
-                fits = item.end - start <= plan.budget
-                return item.end - start if is_first or fits else 0
         return num_tokens
 
     def _add_window(self, request: Request, num_tokens: int, plan: StepPlan, now: float) -> None:
-        start = request.num_computed_tokens
         request.timeline.start(now)
         plan.windows[request.request_id] = num_tokens
         plan.budget -= num_tokens
-        if num_tokens > 1 or start < request.num_prompt_tokens:
+        if num_tokens > 1 or request.num_computed_tokens < request.num_prompt_tokens:
             self.prefixes.note_window(request, num_tokens, plan)
-        for item in request.pending_items():
-            if item.start >= start + num_tokens:
-                break
-            if request.next_row_of(item) < start + num_tokens:
-                plan.item_pages[item.key] = self.cache.pages(item.key)
+        for item in self._windows.items_within(request, num_tokens):
+            plan.item_pages[item.key] = self.cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         num_in_block = request.num_computed_tokens % self.kv.block_size
@@ -357,16 +338,17 @@ class Scheduler:
             if not self._make_room(request, num_tokens, plan):
                 return False  # it keeps what it has, which whoever is before it can take
             new = self.kv.allocate(request.request_id, request.num_computed_tokens + num_tokens)
-        assert new is not None, "there was no room where room was made"
-        plan.new_block_ids[request.request_id] = new
-        return True
+        plan.new_block_ids[request.request_id] = new or ()
+        return new is not None  # blocks that a copy still writes come when it has ended
 
     def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Preempt who is behind the request, the last in line first, and no more than that takes; nobody, if it would not be enough. A request
         that could end takes from those before it, too, while nobody else goes on: they all wait for items."""
+        if self._kv_supply.has_blocks_coming:
+            return False
         may_pass = not plan.windows and self._could_end(request, plan)
         victims: list[Request] = []
-        for victim in sorted(self._running, key=lambda each: each.rank, reverse=True):
+        for victim in self._kv_supply.in_order_of_yielding(self._running):
             if victim is request:
                 continue
             if victim.rank < request.rank and not may_pass:
@@ -382,16 +364,17 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.budget += plan.windows.pop(request.request_id, 0)
-        if Stage.PREFILL not in self._config.role:
+        if Stage.PREFILL not in self._config.role or request.status == RequestStatus.LOADING_KV:
             # without an encoder cache its pictures cannot be computed again here; whoever sent it has it prefilled once more
             message = "the decode worker ran out of KV blocks."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.EVICTED)
             return
         self.num_preempted += 1
         self._running.remove(request)
+        self._kv_supply.leave(request)
         self.kv.free(request.request_id)
         self.prefixes.look_up(request)
-        request.kv_ticket = None
+        request.incoming = None
         self._make_unknown_to_runner(request)
         request.change_status(RequestStatus.WAITING)
         insort(self._waiting, request, key=lambda each: each.rank)
@@ -405,15 +388,20 @@ class Scheduler:
 
     # --- KV from others ---------------------------------------------------------------------------------------------
 
-    def _start_kv_loads(self) -> None:
-        num_places = self._config.scheduler.max_num_seqs - len(self._running) - self._num_loading
-        for request in self._kv_supply.start_loads(self._waiting, num_places):
-            self._waiting.remove(request)
-
-    def _end_kv_loads(self, kv_output: KVConnectorOutput, now: float) -> None:
-        ready, failures = self._kv_supply.update(kv_output, self._requests, now)
-        self._running += ready
-        self._take(failures)
+    def _start_kv_loads(self, plan: StepPlan, now: float) -> None:
+        """Whose prompt is still computed elsewhere stands in nobody's way: otherwise that worker could wait for blocks which it keeps for
+        requests that wait here."""
+        self._running += self._kv_supply.take_ready(now)
+        for request in [each for each in self._waiting if self._kv_supply.may_start(each)]:
+            while not (len(self._running) < self._max_running and self._kv_supply.start(request)):
+                early = self._kv_supply.last_early
+                if request.is_early:
+                    break
+                if early is None or self._kv_supply.has_blocks_coming:
+                    return
+                self._preempt(early, plan)
+            else:
+                self._waiting.remove(request)
 
     # --- progress and endings ---------------------------------------------------------------------------------------
 
@@ -429,7 +417,7 @@ class Scheduler:
         if request.num_computed_tokens % self.kv.block_size < num_tokens:  # a block is full
             self.prefixes.enter(request)
 
-    def _append(self, request: Request, token: TokenLogprob, is_complete: bool, ticket: KVTicket | None, now: float) -> None:
+    def _append(self, request: Request, token: TokenLogprob, is_complete: bool, now: float) -> None:
         request.token_ids.append(token.token_id)
         request.timeline.sample(now)
         sampling, num_generated_tokens = request.sampling, request.num_generated_tokens
@@ -443,20 +431,21 @@ class Scheduler:
         elif at_limit or num_generated_tokens >= sampling.max_tokens:
             self._finish(request, "length")
         elif request.hands_over:
-            self._hand_over(request, ticket)
+            self._hand_over(request)
 
     def _finish(self, request: Request, reason: str) -> None:
         self._drop(request)
         self._events.append(Finished(request.request_id, reason, request.timeline.timings()))
 
-    def _hand_over(self, request: Request, ticket: KVTicket | None) -> None:
-        if ticket is None:
+    def _hand_over(self, request: Request) -> None:
+        tickets = self._kv_supply.published(request)
+        if not tickets:
             message = "the KV blocks were computed but not published."
             self.fail_request(request.request_id, message, "kv_unavailable", 503, FailureReason.INTERNAL)
             return
         self._kv_supply.keep(request.request_id)
         self._drop(request)
-        self._events.append(HandedOver(request.request_id, ticket, request.timeline.timings()))
+        self._events.append(HandedOver(request.request_id, tickets, request.timeline.timings()))
 
     def _drop(self, request: Request) -> None:
         """Free everything that the request holds, whatever its state."""
@@ -494,8 +483,7 @@ class Scheduler:
             else:
                 new.append(request.to_new_request(self.kv.block_ids(request_id)))
                 request.is_known_to_runner = True
-            if request.hands_over and computed + plan.windows[request_id] == len(request.token_ids):
-                self._kv_supply.save(request)
+            self._kv_supply.save(request, computed + plan.windows[request_id])
         forgotten, self._forgotten = tuple(self._forgotten), []
         return SchedulerOutput(
             new_requests=tuple(new),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from triptych.config import CacheConfig, EngineConfig, Role
-from triptych.engine.admission import check_role, check_takes_items, check_tower
+from triptych.engine.admission import check_role, check_takes_items, check_takes_kv, check_tower
 from triptych.engine.arithmetic_runner import MODEL, ArithmeticRunner, Fabric
 from triptych.engine.core import EngineCore
 from triptych.engine.events import (
@@ -28,9 +28,9 @@ from triptych.engine.events import (
     PreparationNeeded,
 )
 from triptych.errors import FailureReason, WorkerLostError
-from triptych.output import ModelRunnerOutput, SchedulerOutput
+from triptych.output import KVPart, ModelRunnerOutput, SchedulerOutput
 from triptych.router.worker_client import WorkerClient
-from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
+from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, KVDelivery, WorkerInfo
 
 Command = Callable[[EngineCore], None]
 StreamEvent = GenerateEvent | EncodeEvent
@@ -72,6 +72,7 @@ class FakeRecord:
     encodes: list[EncodeRequest] = field(default_factory=list[EncodeRequest])
     media: list[bytes] = field(default_factory=list[bytes])
     deliveries: list[ECDelivery] = field(default_factory=list[ECDelivery])
+    kv_deliveries: list[KVDelivery] = field(default_factory=list[KVDelivery])
     aborted: list[str] = field(default_factory=list[str])  # generates and encodes left before their end
     released: list[str] = field(default_factory=list[str])
     num_tokens: int = 0  # sent
@@ -192,6 +193,13 @@ class FakeWorkerClient(WorkerClient):
             check_takes_items(self.config)
             self._submit(lambda core: core.announce(ticket))
 
+    async def deliver_kv(self, delivery: KVDelivery) -> None:
+        await self._get_in()
+        self.record.kv_deliveries.append(delivery)
+        check_takes_kv(self.config)
+        args = (delivery.request_id, delivery.tickets, delivery.token_ids, delivery.is_last)
+        self._submit(lambda core: core.deliver_kv(*args))
+
     async def release(self, id: str) -> None:
         await self._get_in()
         self.record.released.append(id)
@@ -283,19 +291,19 @@ class FakeWorkerClient(WorkerClient):
             if not load.is_needed or transfer_s > bound_s:
                 self._hold(load.ticket.key, transfer_s)
         for load in output.kv_connector_metadata.loads:
-            self._hold(load.request_id, self._transfer_s())
+            self._hold(load.part, self._transfer_s())
         return waited_s
 
     def _transfer_s(self) -> float:
         delays = self.faults.slow_loads_s
         return self.costs.transfer_s + (delays.popleft() if delays else 0.0)
 
-    def _hold(self, name: str, seconds: float) -> None:
+    def _hold(self, name: str | KVPart, seconds: float) -> None:
         if seconds:
             self.runner.held.add(name)
             asyncio.get_running_loop().call_later(seconds, self._end_load, name)
 
-    def _end_load(self, name: str) -> None:
+    def _end_load(self, name: str | KVPart) -> None:
         self.runner.held.discard(name)
         self._has_work.set()
 

@@ -23,12 +23,14 @@ from triptych.worker.protocol import (
     ENCODE_PATH,
     GENERATE_PATH,
     INFO_PATH,
+    KV_PATH,
     MAX_TEXT_LEN,
     RELEASE_PATH,
     WATCH_PATH,
     ECDelivery,
     EncodeRequest,
     GenerateRequest,
+    KVDelivery,
     ReleaseRequest,
     WorkerInfo,
 )
@@ -97,6 +99,9 @@ class HttpWorkerClient(WorkerClient):
 
     async def deliver(self, delivery: ECDelivery) -> None:
         await self._tell(EC_PATH, msgspec.structs.replace(delivery, message=delivery.message[:MAX_TEXT_LEN]))
+
+    async def deliver_kv(self, delivery: KVDelivery) -> None:
+        await self._tell(KV_PATH, delivery)
 
     async def release(self, id: str) -> None:
         await self._tell(RELEASE_PATH, ReleaseRequest(id))

@@ -57,6 +57,12 @@ class RouterMetrics:
             ("stage",),
             registry=self.registry,
         )
+        self.early_decodes = Counter(
+            "triptych_early_decodes",
+            "Calls to a decode worker made while the prompt was prefilled: kept at the hand-over, or dropped before.",
+            ("outcome",),
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "triptych_requests_in_flight", "Requests under way; one for n answers counts n times.", registry=self.registry
         )

@@ -1,6 +1,7 @@
 """`Pipeline`: leads a request through encode, prefill and decode. The only place with that order, its retries and its aborts.
 
     encode the items, and prefill beside it  ->  hand the KV over  ->  decode  ->  finished
+            (a decode worker takes the KV of its chunks meanwhile: early_decode.py)
          ^                                             |                |
          +----- prompt + tokens so far, again ---------+----------------+   a worker is lost, or its KV cannot be read
 
@@ -10,7 +11,7 @@ so tokens go on after a replay as they would have. Time is the running loop's an
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from triptych.config import Stage
@@ -21,6 +22,7 @@ from triptych.engine.events import (
     Finished,
     GenerateEvent,
     HandedOver,
+    KVAwaited,
     KVPublished,
     NewTokens,
     PrefixHit,
@@ -37,6 +39,7 @@ from triptych.errors import (
     WorkerLostError,
 )
 from triptych.output import KVTicket
+from triptych.router.early_decode import EarlyDecode
 from triptych.router.media_feed import MediaFeed
 from triptych.router.metrics import RouterMetrics
 from triptych.router.placement import Backoff, Placement
@@ -46,7 +49,7 @@ from triptych.router.running_request import GenerateJob, RunningRequest
 from triptych.router.shared_encodes import SharedEncodes
 from triptych.router.timing import Stopwatch
 from triptych.router.worker_client import error_from_event
-from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVTransferParams
+from triptych.worker.protocol import ECTransferParams, GenerateRequest, KVDelivery, KVTransferParams
 
 logger = logging.getLogger(__name__)
 
@@ -183,9 +186,11 @@ class Pipeline:
         replays_left, num_tokens = MAX_REPLAYS, request.num_generated_tokens
         while True:
             try:
-                with ExitStack() as kv:  # its callbacks give back the KV that is kept for the decode worker
-                    outcome = await self._prefill(request, feed, avoid, kv)
-                    return outcome if isinstance(outcome, str) else await self._decode(request, *outcome, avoid, kv)
+                # The callbacks of `kv` give back what is kept for the decode worker.
+                async with aclosing(EarlyDecode(self._metrics)) as early:
+                    with ExitStack() as kv:
+                        outcome = await self._prefill(request, feed, avoid, kv, early)
+                        return outcome if isinstance(outcome, str) else await self._decode(request, *outcome, avoid, kv, early)
             except _ReplayError as replay:
                 if request.num_generated_tokens >= request.job.sampling.max_tokens:
                     return "length"  # all that was lost is the news that it had finished
@@ -200,9 +205,13 @@ class Pipeline:
                 logger.warning("request %s is prefilled again: %s", request.job.request_id, replay)
 
     async def _prefill(
-        self, request: RunningRequest, feed: MediaFeed, avoid: set[str], kv: ExitStack
-    ) -> str | tuple[KVTicket, PooledWorker]:
+        self, request: RunningRequest, feed: MediaFeed, avoid: set[str], kv: ExitStack, early: EarlyDecode
+    ) -> str | tuple[tuple[KVTicket, ...], PooledWorker]:
         """At a worker that has room. The finish reason, or the KV and who has it."""
+
+        def take_part(ticket: KVTicket) -> Awaitable[None]:
+            return self._take_part(request, ticket, avoid, early)
+
         backoff = Backoff(self._placement, Stage.PREFILL)
 
         def pick() -> PooledWorker:
@@ -212,7 +221,7 @@ class Pipeline:
             request.waits_for = "a prefill worker"
             worker = await self._placement.when_there(pick)
             try:
-                return await self._prefill_at(worker, request, feed, kv, is_eager=not backoff.has_paused)
+                return await self._prefill_at(worker, request, feed, kv, take_part, is_eager=not backoff.has_paused)
             except _RefusedError as refusal:
                 kv.pop_all()
                 if not backoff.has_next(worker, avoid):
@@ -221,9 +230,16 @@ class Pipeline:
                     await backoff.pause(refusal.error)
 
     async def _prefill_at(
-        self, worker: PooledWorker, request: RunningRequest, feed: MediaFeed, kv: ExitStack, *, is_eager: bool
-    ) -> str | tuple[KVTicket, PooledWorker]:
-        """Items go to the worker while it computes what stands before them."""
+        self,
+        worker: PooledWorker,
+        request: RunningRequest,
+        feed: MediaFeed,
+        kv: ExitStack,
+        take_part: Callable[[KVTicket], Awaitable[None]],
+        *,
+        is_eager: bool,
+    ) -> str | tuple[tuple[KVTicket, ...], PooledWorker]:
+        """Items go to the worker while it computes what stands before them, and the KV of what it has computed goes on."""
         hands_over = not worker.can(Stage.DECODE)
         message = _make_message(
             request, ECTransferParams(request.job.items, feed.tickets), KVTransferParams(do_remote_decode=hands_over)
@@ -232,7 +248,9 @@ class Pipeline:
         if hands_over:  # from now on: the client may leave while the ticket is on its way
             kv.callback(self._releases.send, worker, message.request_id)
         stay = feed.at(worker, message.request_id, is_eager=is_eager)
-        async with stay, aclosing(self._events(request, worker, Stage.PREFILL, message)) as events:
+        num_held = self._placement.num_tokens_held(worker, request)
+        call = self._timed(request, self._call(worker, Stage.PREFILL, message, num_held), is_prefill=True)
+        async with stay, aclosing(call) as events:
             async for event in events:
                 match event:
                     case ECNeeded():
@@ -246,7 +264,7 @@ class Pipeline:
                     case PromptLogprobs():
                         request.add_prompt_logprobs(event.start, event.tokens)
                     case KVPublished():
-                        pass
+                        await take_part(event.ticket)
                     case NewTokens():
                         request.waits_for = f"tokens from {worker.id}"
                         request.add(event.tokens)
@@ -260,11 +278,41 @@ class Pipeline:
                         return event.reason
                     case HandedOver():
                         feed.read_by(worker)
-                        return event.ticket, worker
+                        return event.tickets, worker
+                    case KVAwaited():
+                        raise InternalError(f"worker {worker.id} answered a prefill with {type(event).__name__}.")
         raise _silent(worker)
 
+    async def _take_part(self, request: RunningRequest, ticket: KVTicket, avoid: set[str], early: EarlyDecode) -> None:
+        """The KV of a chunk is there, and the prompt goes on: a decode worker can read it meanwhile."""
+        if ticket.first_block:
+            early.deliver(ticket)
+        elif early.was_tried:
+            await early.drop()
+        else:
+            try:
+                worker = self._placement.pick_decode(avoid)
+            except UnavailableError:
+                return  # one may come before the hand-over, which waits for it
+            kv = KVTransferParams(tickets=(ticket,), has_more=True)
+            message = _make_message(request, ECTransferParams(request.job.items), kv)
+            early.begin(worker, message, self._call(worker, Stage.DECODE, message), self._deliver)
+
+    async def _deliver(self, worker: PooledWorker, delivery: KVDelivery) -> None:
+        """If the worker is lost, whoever listens to it hears so."""
+        try:
+            await worker.client.deliver_kv(delivery)
+        except WorkerLostError as error:
+            self._pool.lose(worker, str(error))
+
     async def _decode(
-        self, request: RunningRequest, ticket: KVTicket, prefill: PooledWorker, avoid: set[str], kv: ExitStack
+        self,
+        request: RunningRequest,
+        tickets: tuple[KVTicket, ...],
+        prefill: PooledWorker,
+        avoid: set[str],
+        kv: ExitStack,
+        early: EarlyDecode,
     ) -> str:
         """At a worker that has room. The finish reason."""
         backoff = Backoff(self._placement, Stage.DECODE)
@@ -272,21 +320,29 @@ class Pipeline:
         def pick() -> PooledWorker:
             return self._placement.pick_decode(avoid | backoff.full)
 
+        going_on = await early.worker_for(tickets)
         while True:
             request.waits_for = "a decode worker"
-            worker = await self._placement.when_there(pick)
+            worker = going_on or await self._placement.when_there(pick)
             request.waits_for = f"the KV from {prefill.id} at {worker.id}"
+            if going_on is not None:
+                events = early.hand_over(tickets, request.token_ids)
+            else:
+                message = _make_message(request, ECTransferParams(request.job.items), KVTransferParams(tickets=tickets))
+                events = self._call(worker, Stage.DECODE, message)
+            going_on = None
             try:
-                return await self._decode_at(worker, request, ticket, kv)
+                return await self._decode_at(worker, request, events, kv)
             except _RefusedError as refusal:
                 if not backoff.has_next(worker, avoid):
                     request.waits_for = f"decode at {worker.id}, which is full"
                     await backoff.pause(refusal.error)
 
-    async def _decode_at(self, worker: PooledWorker, request: RunningRequest, ticket: KVTicket, kv: ExitStack) -> str:
+    async def _decode_at(
+        self, worker: PooledWorker, request: RunningRequest, call: AsyncGenerator[GenerateEvent], kv: ExitStack
+    ) -> str:
         """Tokens from where prefill stopped. Its KV is given back with the first of them."""
-        message = _make_message(request, ECTransferParams(request.job.items), KVTransferParams(ticket=ticket))
-        async with aclosing(self._events(request, worker, Stage.DECODE, message)) as events:
+        async with aclosing(self._timed(request, call, is_prefill=False)) as events:
             async for event in events:
                 match event:
                     case NewTokens():
@@ -297,26 +353,36 @@ class Pipeline:
                         return event.reason
                     case Failed():
                         raise _judge(event, worker, Stage.DECODE)
-                    case PrefixHit():
+                    case PrefixHit() | KVAwaited():
                         pass
                     case ECNeeded() | ECLoaded() | PromptLogprobs() | KVPublished() | HandedOver():
                         raise InternalError(f"worker {worker.id} answered a decode with {type(event).__name__}.")
         raise _silent(worker)
 
-    async def _events(
-        self, request: RunningRequest, worker: PooledWorker, stage: Stage, message: GenerateRequest
+    async def _timed(
+        self, request: RunningRequest, call: AsyncGenerator[GenerateEvent], *, is_prefill: bool
     ) -> AsyncGenerator[GenerateEvent]:
-        """The worker's events, timed; raises `_ReplayError` when it is lost, `_RefusedError` when it is full. Closing it aborts the
-        request there."""
-        stay = request.stopwatch.begin(is_prefill=stage == Stage.PREFILL)
-        num_held = self._placement.num_tokens_held(worker, request) if stage == Stage.PREFILL else 0
+        """The events of a call, which is from now on where the request's time goes."""
+        stay = request.stopwatch.begin(is_prefill=is_prefill)
+        try:
+            async with aclosing(call) as events:
+                async for event in events:
+                    if isinstance(event, Finished | HandedOver):
+                        stay.reported = event.timings
+                    yield event
+        finally:
+            request.stopwatch.end(stay)
+
+    async def _call(
+        self, worker: PooledWorker, stage: Stage, message: GenerateRequest, num_held: int = 0
+    ) -> AsyncGenerator[GenerateEvent]:
+        """The worker's events; raises `_ReplayError` when it is lost, `_RefusedError` when it is full. Closing it aborts the request there.
+        `num_held`: tokens that it need not compute."""
         num_tokens = len(message.token_ids) - num_held
         self._placement.begin(worker, stage, num_tokens)
         try:
             async with worker.attached(), aclosing(worker.client.generate(message)) as events:
                 async for event in events:
-                    if isinstance(event, Finished | HandedOver):
-                        stay.reported = event.timings
                     if isinstance(event, Failed):
                         _raise_if_gone_or_full(event)
                     yield event
@@ -326,7 +392,6 @@ class Pipeline:
         except OverloadedError as error:
             raise _RefusedError(error) from None
         finally:
-            request.stopwatch.end(stay)
             self._placement.end(worker, stage, num_tokens)
 
 

@@ -20,7 +20,7 @@ from triptych.errors import (
     TriptychError,
     UnavailableError,
 )
-from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
+from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, KVDelivery, WorkerInfo
 
 
 class WorkerClient(Protocol):
@@ -40,6 +40,9 @@ class WorkerClient(Protocol):
 
     @abstractmethod
     async def deliver(self, delivery: ECDelivery) -> None: ...
+
+    @abstractmethod
+    async def deliver_kv(self, delivery: KVDelivery) -> None: ...
 
     @abstractmethod
     async def release(self, id: str) -> None:

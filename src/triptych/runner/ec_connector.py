@@ -46,7 +46,7 @@ class ActiveECConnector(ECConnector):
         self._config = config
         self._encoder_cache = encoder_cache
         self._transfer = transfer
-        self._reads: PendingReads[ECLoad] = PendingReads(on_progress)
+        self._reads: PendingReads[str, ECLoad] = PendingReads(on_progress)
         self._metadata = EMPTY_EC_METADATA
         # What was found out in a step whose body then failed: reported by the next one.
         self._unreported = ECConnectorOutput()
@@ -89,7 +89,7 @@ class ActiveECConnector(ECConnector):
             if load.is_needed:
                 needed.append(key)
         self._reads.wait(needed, self._metadata.timeout_s)
-        self._reads.collect(self._admit, output)
+        self._reads.collect(self._admit, output.finished_loads, output.failed_loads)
 
     def _save(self, output: ECConnectorOutput) -> None:
         """Publish what this step added, less what failed to be encoded, and what is wanted again."""
@@ -116,7 +116,7 @@ class ActiveECConnector(ECConnector):
 
     def _finish(self, output: ECConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
-        self._reads.collect(self._admit, output)
+        self._reads.collect(self._admit, output.finished_loads, output.failed_loads)
         self._metadata = EMPTY_EC_METADATA
 
     def _admit(self, load: ECLoad) -> FailureReason | None:

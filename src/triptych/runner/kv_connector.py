@@ -2,7 +2,8 @@
 
     bind metadata → start loads → (body: forward) → save → collect, clear
 
-Loads run beside any number of steps: a request waits for its blocks outside the batch, and the step that finds them arrived says so.
+Loads run beside any number of steps, several of one request at once: it waits for its blocks outside the batch, and the step that finds a part
+of them arrived says so.
 Which blocks was decided by the scheduler half, `engine/kv_connector.py`.
 """
 
@@ -13,7 +14,7 @@ from functools import partial
 
 from triptych.config import EngineConfig
 from triptych.errors import ConfigError, FailureReason
-from triptych.output import EMPTY_KV_METADATA, KVConnectorOutput, KVLoad, KVSave, KVTicket, SchedulerOutput, sealed
+from triptych.output import EMPTY_KV_METADATA, KVConnectorOutput, KVLoad, KVPart, KVSave, KVTicket, SchedulerOutput, sealed
 from triptych.runner.kv_cache import KVCache
 from triptych.runner.pending_reads import PendingReads, reason_of
 from triptych.transfer.data_plane import DataPlane
@@ -47,7 +48,7 @@ class ActiveKVConnector(KVConnector):
         self._config = config
         self._kv_cache = kv_cache
         self._data_plane = data_plane
-        self._reads: PendingReads[KVLoad] = PendingReads(on_progress)
+        self._reads: PendingReads[KVPart, KVLoad] = PendingReads(on_progress)
         self._metadata = EMPTY_KV_METADATA
         self._withheld: set[str] = set()
         # What was found out in a step whose body then failed: reported by the next one.
@@ -80,11 +81,10 @@ class ActiveKVConnector(KVConnector):
             mismatch = self._mismatch_of(load)
             if mismatch:
                 logger.warning("KV of request %s is refused: %s", load.request_id, mismatch)
-                output.failed_loads[load.request_id] = FailureReason.MISMATCH
+                output.failed_loads[load.part] = FailureReason.MISMATCH
                 continue
-            data = load.ticket.data
-            read = partial(self._data_plane.read, data, self._kv_cache.arena, load.block_ids[: len(data.pages)])
-            self._reads.start(load.request_id, load, read)
+            read = partial(self._data_plane.read, load.ticket.data, self._kv_cache.arena, load.block_ids, load.num_skipped)
+            self._reads.start(load.part, load, read)
 
     def _save(self, output: KVConnectorOutput) -> None:
         if not self._config.is_kv_producer:
@@ -99,10 +99,15 @@ class ActiveKVConnector(KVConnector):
 
     def _ticket_of(self, save: KVSave) -> KVTicket:
         config = self._config
-        block_ids = save.block_ids[: -(-save.num_tokens // config.cache.block_size)]
-        self._kv_cache.stage_out(block_ids)
-        nbytes = len(block_ids) * config.kv_block_nbytes
-        data = self._data_plane.publish(KV_ARENA, block_ids, nbytes, self._metadata.lease_s, subject=save.request_id)
+        self._kv_cache.stage_out(save.block_ids)
+        data = self._data_plane.publish(
+            KV_ARENA,
+            save.block_ids,
+            len(save.block_ids) * config.kv_block_nbytes,
+            self._metadata.lease_s,
+            subject=save.request_id,
+            is_divisible=True,
+        )
         ticket = KVTicket(
             request_id=save.request_id,
             num_tokens=save.num_tokens,
@@ -110,24 +115,26 @@ class ActiveKVConnector(KVConnector):
             block_nbytes=config.kv_block_nbytes,
             dtype=config.model.dtype,
             data=data,
+            first_block=save.first_block,
         )
         return sealed(ticket, config.cluster_secret)
 
     def _finish(self, output: KVConnectorOutput) -> None:
         """Once per step, whatever happened. Nothing in it raises, so that the body's own exception is what is seen."""
-        self._reads.collect(self._admit, output)
+        self._reads.collect(self._admit, output.finished_loads, output.failed_loads)
         self._metadata = EMPTY_KV_METADATA
         self._withheld.clear()
 
     def _admit(self, load: KVLoad) -> None:
-        self._kv_cache.stage_in(load.block_ids[: len(load.ticket.data.pages)])
+        self._kv_cache.stage_in(load.block_ids)
         # The producer's last block may hold anything past the request's end.
-        self._kv_cache.clear_after(load.block_ids, load.ticket.num_tokens)
+        first_token = (load.ticket.first_block + load.num_skipped) * self._kv_cache.block_size
+        self._kv_cache.clear_after(load.block_ids, load.ticket.num_tokens - first_token)
 
     def _mismatch_of(self, load: KVLoad) -> str:
         """What of the ticket does not fit this worker's model and the blocks given; empty if all does."""
         ticket, config = load.ticket, self._config
-        num_blocks = -(-ticket.num_tokens // config.cache.block_size)
+        num_blocks = -(-ticket.num_tokens // config.cache.block_size) - ticket.first_block
         checks = (
             ("subject", ticket.data.subject, ticket.request_id),
             ("block_size", ticket.block_size, config.cache.block_size),
@@ -137,8 +144,9 @@ class ActiveKVConnector(KVConnector):
             ("page_nbytes", ticket.data.page_nbytes, config.kv_block_nbytes),
             ("nbytes", ticket.data.nbytes, num_blocks * config.kv_block_nbytes),
         )
-        if ticket.num_tokens <= 0 or len(load.block_ids) < num_blocks:
-            return f"{ticket.num_tokens} tokens do not fit {len(load.block_ids)} blocks"
+        if ticket.first_block < 0 or num_blocks <= load.num_skipped or len(load.block_ids) != num_blocks - load.num_skipped:
+            place = f"blocks {ticket.first_block} and following, less {load.num_skipped},"
+            return f"{place} up to token {ticket.num_tokens} do not fit {len(load.block_ids)} blocks"
         return "; ".join(f"{name} is {given} and should be {wanted}" for name, given, wanted in checks if given != wanted)
 
 

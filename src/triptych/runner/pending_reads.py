@@ -5,30 +5,30 @@ not begun; if it has, its pages stay in use until it ends, since nobody else may
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from triptych.errors import FailureReason, TransferError
-from triptych.output import ECConnectorOutput, KVConnectorOutput
 
 logger = logging.getLogger(__name__)
 
+KeyT = TypeVar("KeyT", bound=Hashable)
 LoadT = TypeVar("LoadT")
 
 CLOSE_TIMEOUT_S = 5.0
 
 
-class PendingReads(Generic[LoadT]):
+class PendingReads(Generic[KeyT, LoadT]):
     def __init__(self, on_progress: Callable[[], None]) -> None:
         """`on_progress` is called, from a copy thread, whenever a read ends."""
         self._on_progress = on_progress
-        self._reads: dict[str, tuple[LoadT, Future[None]]] = {}
+        self._reads: dict[KeyT, tuple[LoadT, Future[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._reads)
 
-    def start(self, key: str, load: LoadT, read: "Callable[[], Future[None]]") -> None:
+    def start(self, key: KeyT, load: LoadT, read: "Callable[[], Future[None]]") -> None:
         """Start to `read` what `load` is about. A key that is being read already is not read twice."""
         if key in self._reads:
             return
@@ -40,23 +40,25 @@ class PendingReads(Generic[LoadT]):
             future.set_exception(error)
         self._reads[key] = (load, future)
 
-    def wait(self, keys: Collection[str], timeout_s: float) -> None:
+    def wait(self, keys: Collection[KeyT], timeout_s: float) -> None:
         """Until the reads of `keys` have ended, or `timeout_s` seconds; those that did not even begin are then cancelled."""
         futures = [self._reads[key][1] for key in keys if key in self._reads]
         if futures:
             for future in wait(futures, timeout_s).not_done:
                 future.cancel()
 
-    def collect(self, accept: Callable[[LoadT], FailureReason | None], output: ECConnectorOutput | KVConnectorOutput) -> None:
+    def collect(
+        self, accept: Callable[[LoadT], FailureReason | None], finished: set[KeyT], failed: dict[KeyT, FailureReason]
+    ) -> None:
         """Report the reads that have ended, each once. `accept` has a last look at one that arrived. Never raises."""
         ended = [(key, load, future) for key, (load, future) in self._reads.items() if future.done()]
         for key, load, future in ended:
             del self._reads[key]
             failure = _outcome(key, load, future, accept)
             if failure is None:
-                output.finished_loads.add(key)
+                finished.add(key)
             else:
-                output.failed_loads[key] = failure
+                failed[key] = failure
 
     def close(self) -> None:
         """Cancel what has not begun, wait (within a bound) for what has."""
@@ -71,7 +73,7 @@ class PendingReads(Generic[LoadT]):
 
 
 def _outcome(
-    key: str, load: LoadT, future: "Future[None]", accept: Callable[[LoadT], FailureReason | None]
+    key: Hashable, load: LoadT, future: "Future[None]", accept: Callable[[LoadT], FailureReason | None]
 ) -> FailureReason | None:
     if future.cancelled():
         return FailureReason.TIMEOUT

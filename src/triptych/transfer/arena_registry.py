@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from triptych.errors import FailureReason, InternalError, TransferError
 from triptych.transfer.arena import Arena
-from triptych.transfer.read_checks import checksum, content_fills
+from triptych.transfer.read_checks import checksum, content_fills, page_checksums
 from triptych.transfer.ticket import Ticket
 
 
@@ -29,12 +29,21 @@ class ArenaRegistry:
         return arena
 
     def make_ticket(
-        self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, planes: dict[str, str], subject: str
+        self,
+        name: str,
+        pages: Sequence[int],
+        nbytes: int,
+        lease_s: float,
+        planes: dict[str, str],
+        subject: str,
+        *,
+        is_divisible: bool = False,
     ) -> Ticket:
         """A ticket for `nbytes` bytes in `pages` as they are now. Raises `InternalError` if the content does not fill the pages."""
         arena = self.get(name)
         if not content_fills(nbytes, len(pages), arena.page_nbytes):
             raise InternalError(f"{nbytes} bytes do not fill {len(pages)} pages of {arena.page_nbytes} bytes of arena '{name}'.")
+        content = (arena.pages, pages, nbytes, subject)
         return Ticket(
             producer=self.worker_id,
             arena=name,
@@ -42,8 +51,9 @@ class ArenaRegistry:
             generations=arena.generations_of(pages),
             page_nbytes=arena.page_nbytes,
             nbytes=nbytes,
-            checksum=checksum(arena.pages, pages, nbytes, subject) if self._with_checksums else "",
+            checksum=checksum(*content) if self._with_checksums and not is_divisible else "",
             lease_s=lease_s,
             planes=planes,
             subject=subject,
+            page_checksums=page_checksums(*content) if self._with_checksums and is_divisible else (),
         )

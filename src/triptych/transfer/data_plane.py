@@ -32,20 +32,24 @@ class DataPlane(ABC):
         """Make `arena` readable by peers under `name`. At most once per name."""
         self._registry.add(name, arena)
 
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "") -> Ticket:
+    def publish(
+        self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "", *, is_divisible: bool = False
+    ) -> Ticket:
         """A ticket for the content of `pages` of the registered arena `name`. The pages must not change while it is leased.
 
-        `subject` says what the content is, and goes into the checksum: a ticket for something else cannot stand for it.
+        `subject` says what the content is, and goes into the checksum: a ticket for something else cannot stand for it. Of a ticket that
+        `is_divisible`, a reader may skip the first pages: each page has a checksum of its own.
         """
-        return self._registry.make_ticket(name, pages, nbytes, lease_s, {self.name: self.address}, subject)
+        planes = {self.name: self.address}
+        return self._registry.make_ticket(name, pages, nbytes, lease_s, planes, subject, is_divisible=is_divisible)
 
     @abstractmethod
-    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
-        """Start to copy the ticket's content into `pages` of the consumer's `arena`; returns at once.
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int], num_skipped: int = 0) -> "Future[None]":
+        """Start to copy the ticket's content, less its first `num_skipped` pages, into `pages` of the consumer's `arena`; returns at once.
 
         The future ends in bounded time, and raises `TransferError` with STALE, PEER_LOST, CORRUPT, MISMATCH (page sizes or counts do
-        not fit; checked before a byte is touched), MISSING or TIMEOUT (the producer's process does not answer). Until it is done,
-        nobody else may use the destination pages; after a failure their content is undefined.
+        not fit, or the ticket is not divisible; checked before a byte is touched), MISSING or TIMEOUT (the producer's process does not
+        answer). Until it is done, nobody else may use the destination pages; after a failure their content is undefined.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ from triptych.errors import FailureReason, TransferError
 from triptych.transfer.arena import Arena
 from triptych.transfer.arena_registry import ArenaRegistry
 from triptych.transfer.data_plane import DataPlane
-from triptych.transfer.read_checks import check_after, check_before, check_ticket, copy_pages
+from triptych.transfer.read_checks import check_after, check_before, check_ticket, copy_pages, part_to_read
 from triptych.transfer.ticket import Ticket
 
 _SCRIBBLE = 0xEE
@@ -175,8 +175,9 @@ class FakeDataPlane(DataPlane):
     def address(self) -> str:
         return self._address
 
-    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int], num_skipped: int = 0) -> "Future[None]":
         try:
+            ticket = part_to_read(ticket, num_skipped)
             address = check_ticket(ticket, self.name, arena, pages)
         except TransferError as error:
             refused: Future[None] = Future()

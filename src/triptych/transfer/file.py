@@ -38,7 +38,7 @@ from triptych.transfer.arena import Arena
 from triptych.transfer.arena_registry import ArenaRegistry
 from triptych.transfer.data_plane import DataPlane
 from triptych.transfer.lease import LeaseTable
-from triptych.transfer.read_checks import check_content, check_ticket, copy_pages
+from triptych.transfer.read_checks import check_content, check_ticket, copy_pages, part_to_read
 from triptych.transfer.read_pool import ReadPool
 from triptych.transfer.ticket import Ticket
 
@@ -79,10 +79,12 @@ class FileDataPlane(DataPlane):
         """The name of this worker's own directory in the shared one, which may be mounted elsewhere on another host."""
         return self._address
 
-    def publish(self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "") -> Ticket:
+    def publish(
+        self, name: str, pages: Sequence[int], nbytes: int, lease_s: float, subject: str = "", *, is_divisible: bool = False
+    ) -> Ticket:
         """As the interface says; returns when the file is there. Raises `TransferError` (INTERNAL) if it cannot be written."""
         self.sweep()
-        ticket = super().publish(name, pages, nbytes, lease_s, subject)
+        ticket = super().publish(name, pages, nbytes, lease_s, subject, is_divisible=is_divisible)
         file_name = _file_name(ticket)
         with self._lock:
             if file_name not in self._published:
@@ -103,16 +105,17 @@ class FileDataPlane(DataPlane):
                 del self._published[file_name]
                 (self._directory / self.address / file_name).unlink(missing_ok=True)
 
-    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int], num_skipped: int = 0) -> "Future[None]":
         result: Future[None] = Future()
         try:
-            address = check_ticket(ticket, self.name, arena, pages)
+            part = part_to_read(ticket, num_skipped)
+            address = check_ticket(part, self.name, arena, pages)
             if not _ADDRESS.fullmatch(address):
                 raise TransferError(FailureReason.MISMATCH, "the ticket's address is not a file data plane's.")
         except TransferError as error:
             result.set_exception(error)
             return result
-        self._pool.start(result, partial(self._load, ticket, address, arena, tuple(pages)))
+        self._pool.start(result, partial(self._load, ticket, part, address, arena, tuple(pages)))
         return result
 
     def close(self) -> None:
@@ -144,23 +147,25 @@ class FileDataPlane(DataPlane):
             message = f"the item cannot be written to the shared directory ({error.strerror})."
             raise TransferError(FailureReason.INTERNAL, message) from error
 
-    def _load(self, ticket: Ticket, address: str, arena: Arena, pages: tuple[int, ...]) -> None:
-        content = self._content_of(ticket, self._directory / address / _file_name(ticket))
+    def _load(self, ticket: Ticket, part: Ticket, address: str, arena: Arena, pages: tuple[int, ...]) -> None:
+        start = ticket.nbytes - part.nbytes
+        content = self._content_of(ticket, self._directory / address / _file_name(ticket), start)
         # [len(pages), page_nbytes]: the content, and nothing of interest after it
         rows = np.zeros((len(pages), arena.page_nbytes), np.uint8)
-        rows.reshape(-1)[: min(content.size, ticket.nbytes)] = content[: ticket.nbytes]
-        copy_pages(rows, range(len(pages)), arena.pages, pages, ticket.nbytes)
-        check_content(ticket, arena, pages, nbytes_arrived=content.size, verify_checksum=self._verify_checksums)
+        rows.reshape(-1)[: min(content.size, part.nbytes)] = content[: part.nbytes]
+        copy_pages(rows, range(len(pages)), arena.pages, pages, part.nbytes)
+        check_content(part, arena, pages, nbytes_arrived=content.size, verify_checksum=self._verify_checksums)
 
-    def _content_of(self, ticket: Ticket, path: Path) -> NDArray[np.uint8]:
-        """What the file holds, uint8 [nbytes]. All that can be wrong with a file is MISSING, PEER_LOST or CORRUPT."""
+    def _content_of(self, ticket: Ticket, path: Path, start: int) -> NDArray[np.uint8]:
+        """What the file holds from byte `start` on, uint8. All that can be wrong with a file is MISSING, PEER_LOST or CORRUPT."""
         try:
             if path.stat().st_size > ticket.nbytes + _MAX_FILE_OVERHEAD_NBYTES:
                 raise TransferError(FailureReason.CORRUPT, "the published file is too long.")
             with safe_open(path, framework="numpy") as file:
                 if file.metadata() != _metadata(ticket) or list(file.keys()) != ["content"]:
                     raise TransferError(FailureReason.CORRUPT, "the published file is not the ticket's.")
-                content: NDArray[np.uint8] = file.get_tensor("content")
+                # An empty tensor cannot be sliced.
+                content: NDArray[np.uint8] = file.get_slice("content")[start:] if start else file.get_tensor("content")
         except SafetensorError as error:
             raise TransferError(FailureReason.CORRUPT, f"the published file is broken ({error}).") from error
         except OSError as error:

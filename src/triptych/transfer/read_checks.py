@@ -39,6 +39,13 @@ def checksum(memory: NDArray[np.uint8], pages: Sequence[int], nbytes: int, subje
     return digest.hexdigest()[:_NUM_CHECKSUM_DIGITS]
 
 
+def page_checksums(memory: NDArray[np.uint8], pages: Sequence[int], nbytes: int, subject: str) -> tuple[str, ...]:
+    """The `checksum` of each page's part of the content."""
+    page_nbytes = memory.shape[1]
+    sizes = (min(page_nbytes, nbytes - start) for start in range(0, nbytes, page_nbytes))
+    return tuple(checksum(memory, (page,), size, subject) for page, size in zip(pages, sizes, strict=True))
+
+
 def copy_pages(
     source: NDArray[np.uint8],
     source_pages: Sequence[int],
@@ -57,6 +64,13 @@ def copy_pages(
         destination[destination_pages[num_full], :tail_nbytes] = source[source_pages[num_full], :tail_nbytes]
 
 
+def part_to_read(ticket: Ticket, num_skipped: int) -> Ticket:
+    """Raises MISMATCH for a ticket whose checksum is over all its pages, of which some are to be skipped."""
+    if num_skipped and ticket.checksum:
+        raise _mismatch("the ticket has one checksum for all its pages, and cannot be read in part.")
+    return ticket.without_first(num_skipped) if num_skipped else ticket
+
+
 def check_ticket(ticket: Ticket, plane: str, arena: Arena, pages: Sequence[int]) -> str:
     """The producer's address on `plane`, if the ticket is sound and fits `pages` of the consumer's `arena`; else MISMATCH."""
     address = ticket.planes.get(plane)
@@ -67,6 +81,8 @@ def check_ticket(ticket: Ticket, plane: str, arena: Arena, pages: Sequence[int])
         raise _mismatch(
             f"the ticket has {len(ticket.pages)} pages and {len(ticket.generations)} generations for {len(pages)} pages here."
         )
+    if len(ticket.page_checksums) not in (0, len(pages)):
+        raise _mismatch(f"the ticket has {len(ticket.page_checksums)} checksums for {len(pages)} pages.")
     _check_named_once("source", ticket.pages)
     check_destination(arena, pages, ticket.nbytes)
     return address
@@ -98,11 +114,18 @@ def check_after(
 
 
 def check_content(ticket: Ticket, arena: Arena, pages: Sequence[int], *, nbytes_arrived: int, verify_checksum: bool) -> None:
-    """Length and, where the ticket has one, checksum of what lies in `pages` now are the ticket's; else CORRUPT."""
+    """Length and, where the ticket has them, checksums of what lies in `pages` now are the ticket's; else CORRUPT."""
     if nbytes_arrived != ticket.nbytes:
         raise TransferError(FailureReason.CORRUPT, f"{nbytes_arrived} of {ticket.nbytes} bytes arrived.")
-    if verify_checksum and ticket.checksum and checksum(arena.pages, pages, ticket.nbytes, ticket.subject) != ticket.checksum:
+    if verify_checksum and not _has_right_checksums(ticket, arena, pages):
         raise TransferError(FailureReason.CORRUPT, f"the {ticket.nbytes} bytes that arrived have another checksum.")
+
+
+def _has_right_checksums(ticket: Ticket, arena: Arena, pages: Sequence[int]) -> bool:
+    content = (arena.pages, pages, ticket.nbytes, ticket.subject)
+    if ticket.page_checksums and page_checksums(*content) != ticket.page_checksums:
+        return False
+    return not ticket.checksum or checksum(*content) == ticket.checksum
 
 
 def _check_generations(ticket: Ticket, source: Arena) -> None:

@@ -13,7 +13,7 @@ from triptych.transfer.arena import Arena
 from triptych.transfer.arena_exchange import ArenaExchange
 from triptych.transfer.arena_registry import ArenaRegistry
 from triptych.transfer.data_plane import DataPlane
-from triptych.transfer.read_checks import check_after, check_before, check_ticket, copy_pages
+from triptych.transfer.read_checks import check_after, check_before, check_ticket, copy_pages, part_to_read
 from triptych.transfer.read_pool import ReadPool
 from triptych.transfer.ticket import Ticket
 
@@ -35,9 +35,10 @@ class ShmDataPlane(DataPlane):
     def address(self) -> str:
         return self._exchange.address
 
-    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int]) -> "Future[None]":
+    def read(self, ticket: Ticket, arena: Arena, pages: Sequence[int], num_skipped: int = 0) -> "Future[None]":
         result: Future[None] = Future()
         try:
+            ticket = part_to_read(ticket, num_skipped)
             address = check_ticket(ticket, self.name, arena, pages)
             source = self._source_of(ticket, address)
         except TransferError as error:

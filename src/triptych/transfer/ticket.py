@@ -1,6 +1,9 @@
 """`Ticket`: everything a consumer needs to read published pages, and to notice that it must not."""
 
+from typing import Annotated, Self
+
 import msgspec
+from msgspec import Meta
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,3 +24,15 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_s: float
     planes: dict[str, str]  # data plane name -> the producer's address on it
     subject: str = ""  # what the content is: under another name the same bytes have another checksum
+    # Of each page, likewise; in place of `checksum` where readers may leave out the first pages.
+    page_checksums: tuple[Annotated[str, Meta(max_length=64)], ...] = ()
+
+    def without_first(self, num_pages: int) -> Self:
+        """The ticket as it is for a reader that leaves out the first `num_pages` pages, which are full."""
+        return msgspec.structs.replace(
+            self,
+            pages=self.pages[num_pages:],
+            generations=self.generations[num_pages:],
+            nbytes=self.nbytes - num_pages * self.page_nbytes,
+            page_checksums=self.page_checksums[num_pages:],
+        )

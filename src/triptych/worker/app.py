@@ -27,12 +27,14 @@ from triptych.worker.protocol import (
     ENCODE_PATH,
     GENERATE_PATH,
     INFO_PATH,
+    KV_PATH,
     RELEASE_PATH,
     WATCH_PATH,
     AbortRequest,
     ECDelivery,
     EncodeRequest,
     GenerateRequest,
+    KVDelivery,
     ReleaseRequest,
     StartReport,
 )
@@ -63,6 +65,7 @@ class WorkerApp:
             ("POST", GENERATE_PATH, self.generate),
             ("POST", ENCODE_PATH, self.encode),
             ("POST", EC_PATH, self.deliver),
+            ("POST", KV_PATH, self.deliver_kv),
             ("POST", ABORT_PATH, self.abort),
             ("POST", RELEASE_PATH, self.release),
             ("GET", INFO_PATH, self.info),
@@ -92,6 +95,10 @@ class WorkerApp:
 
     async def deliver(self, request: Request) -> Response:
         await self._worker.deliver(await _message(request, ECDelivery))
+        return Response(status_code=204)
+
+    async def deliver_kv(self, request: Request) -> Response:
+        await self._worker.deliver_kv(await _message(request, KVDelivery))
         return Response(status_code=204)
 
     async def abort(self, request: Request) -> Response:

@@ -3,6 +3,7 @@
     POST /inference/v1/generate   GenerateRequest -> server-sent events, each `data: <GenerateEvent as JSON>`
     POST /inference/v1/encode     EncodeRequest in the header `x-triptych-encode` (JSON), the media file's bytes as the body -> EncodeEvent
     POST /inference/v1/ec         ECDelivery -> 204: an item announced, or the news that it cannot be had
+    POST /inference/v1/kv         KVDelivery -> 204: further KV tickets for a request that came while its prompt is computed elsewhere
     POST /inference/v1/abort      AbortRequest -> 204; closing a generate or encode connection aborts it, too
     POST /inference/v1/release    ReleaseRequest -> 204: the ticket of a request or an encode is not needed any more
     GET  /inference/v1/info       WorkerInfo
@@ -34,6 +35,7 @@ from triptych.sampling_params import SamplingParams
 GENERATE_PATH = "/inference/v1/generate"
 ENCODE_PATH = "/inference/v1/encode"
 EC_PATH = "/inference/v1/ec"
+KV_PATH = "/inference/v1/kv"
 ABORT_PATH = "/inference/v1/abort"
 RELEASE_PATH = "/inference/v1/release"
 INFO_PATH = "/inference/v1/info"
@@ -52,9 +54,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     pass
 
 
+KVTickets = Annotated[tuple[KVTicket, ...], Meta(max_length=2**16)]  # in order; at least a block each
+
+
 class KVTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     do_remote_decode: bool = False  # prefill: publish the KV and hand over after the first token
-    ticket: KVTicket | None = None  # decode: where the KV lies
+    tickets: KVTickets = ()  # decode: where the parts of the KV lie that are known
+    has_more: bool = (
+        False  # the others, and the first token, follow by POST /inference/v1/kv, once the worker has said `KVAwaited`
+    )
 
 
 class ECTransferParams(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -88,7 +96,8 @@ class GenerateRequest(Message, frozen=True, forbid_unknown_fields=True, omit_def
             sampling=self.sampling_params,
             items=self.ec_transfer_params.items,
             hands_over=self.kv_transfer_params.do_remote_decode,
-            kv_ticket=self.kv_transfer_params.ticket,
+            kv_tickets=self.kv_transfer_params.tickets,
+            has_more_kv=self.kv_transfer_params.has_more,
             priority=self.priority,
             age_s=self.age_s,
             cache_salt=self.cache_salt,
@@ -115,6 +124,15 @@ class ECDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults
     ticket: ECTicket | None = None
     failure: FailureReason | None = None
     message: Text = ""
+
+
+class KVDelivery(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Tickets that follow those which the worker knows; one that it knows does no harm. The last delivery has all of them."""
+
+    request_id: CallId  # the decode worker's
+    tickets: KVTickets
+    token_ids: Annotated[tuple[int, ...], Meta(max_length=2**21)] = ()  # with the last: what prefill has sampled
+    is_last: bool = False
 
 
 class AbortRequest(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -12,7 +12,14 @@ from functools import partial
 import torch
 
 from triptych.config import EngineConfig
-from triptych.engine.admission import check_ec_ticket, check_kv_ticket, check_role, check_takes_items, check_tower
+from triptych.engine.admission import (
+    check_ec_ticket,
+    check_kv_ticket,
+    check_role,
+    check_takes_items,
+    check_takes_kv,
+    check_tower,
+)
 from triptych.engine.core import EngineCore
 from triptych.engine.events import (
     TERMINAL_EVENTS,
@@ -35,7 +42,7 @@ from triptych.worker.engine_thread import EngineThread
 from triptych.worker.event_streams import EventStreams, StreamEvent
 from triptych.worker.media_preparation import MediaPreparation, PreparationFailed, Prepared
 from triptych.worker.metrics import Count
-from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, WorkerInfo
+from triptych.worker.protocol import ECDelivery, EncodeRequest, GenerateRequest, KVDelivery, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +98,8 @@ class Worker:
         check_role(spec, self.config)
         for ticket in tickets:
             check_ec_ticket(ticket, self.config)
-        if spec.kv_ticket is not None:
-            check_kv_ticket(spec.kv_ticket, self.config)
+        for kv_ticket in spec.kv_tickets:
+            check_kv_ticket(kv_ticket, self.config)
         return self._generate(spec, tickets)
 
     async def _generate(self, spec: RequestSpec, tickets: tuple[ECTicket, ...]) -> AsyncGenerator[GenerateEvent, None]:
@@ -148,6 +155,14 @@ class Worker:
                 raise RequestError("the ticket is for another item than the delivery.")
             check_ec_ticket(ticket, self.config)
             self._thread.submit(lambda core: core.announce(ticket))
+
+    async def deliver_kv(self, delivery: KVDelivery) -> None:
+        """Further KV tickets for a request. Raises `RequestError` if this worker takes no KV, or one of them is not this cluster's."""
+        check_takes_kv(self.config)
+        for ticket in delivery.tickets:
+            check_kv_ticket(ticket, self.config)
+        args = (delivery.request_id, delivery.tickets, delivery.token_ids, delivery.is_last)
+        self._thread.submit(lambda core: core.deliver_kv(*args))
 
     async def abort(self, id: str) -> None:
         self._thread.submit(lambda core: core.scheduler.abort(id))

@@ -42,7 +42,7 @@ def test_a_grid_that_is_out_of_proportion_to_its_rows_is_refused_before_anybody_
     def spec(grid: tuple[int, ...]) -> RequestSpec:
         item = msgspec.structs.replace(runs_of("a", (2, 4)), grid=grid)
         spec = replace(spec_of(items=(item,)), hands_over=role == "P")
-        return replace(spec, kv_ticket=ticket_for(19)) if role == "D" else spec
+        return replace(spec, kv_tickets=(ticket_for(19),)) if role == "D" else spec
 
     check_request(spec((1, 4, 4)), config_of(role))
     with pytest.raises(RequestError, match=r"grid \(1, 65536, 65536\) is too large for its 4 rows"):
@@ -160,10 +160,10 @@ def test_items_at_the_edges_of_the_prompt_and_woven_into_one_another_are_taken(i
         ("ED", {"hands_over": False}, "role is ED: it cannot prefill"),
         ("P", {"hands_over": False}, "role is P: it cannot decode"),
         ("EP", {"hands_over": False}, "role is EP: it cannot decode"),
-        ("P", {"kv_ticket": ticket_for(4), "hands_over": True}, "role is P: it takes no KV"),
-        ("PD", {"kv_ticket": ticket_for(4)}, "role is PD: it takes no KV"),
+        ("P", {"kv_tickets": (ticket_for(4),), "hands_over": True}, "role is P: it takes no KV"),
+        ("PD", {"kv_tickets": (ticket_for(4),)}, "role is PD: it takes no KV"),
         ("PD", {"hands_over": True}, "role is PD: it cannot hand a request over"),
-        ("D", {"kv_ticket": ticket_for(4), "hands_over": True}, "role is D: it cannot hand a request over"),
+        ("D", {"kv_tickets": (ticket_for(4),), "hands_over": True}, "role is D: it cannot hand a request over"),
     ),
 )
 def test_a_call_that_the_role_cannot_serve_is_refused_by_its_name(role: str, change: dict[str, object], sentence: str):
@@ -173,7 +173,7 @@ def test_a_call_that_the_role_cannot_serve_is_refused_by_its_name(role: str, cha
 
 def test_an_epd_worker_alone_takes_and_gives_no_kv():
     with pytest.raises(RequestError, match="role is EPD: it takes no KV"):
-        check_request(replace(spec_of(), kv_ticket=ticket_for(4)), ALONE)
+        check_request(replace(spec_of(), kv_tickets=(ticket_for(4),)), ALONE)
     with pytest.raises(RequestError, match="role is EPD: it cannot hand a request over"):
         check_request(replace(spec_of(), hands_over=True), ALONE)
 
@@ -181,7 +181,7 @@ def test_an_epd_worker_alone_takes_and_gives_no_kv():
 @pytest.mark.parametrize("num_tokens", (0, -1, 20, 21))
 def test_a_kv_ticket_must_leave_a_token_to_compute(num_tokens: int):
     with pytest.raises(RequestError, match="leave at least one"):
-        check_request(replace(spec_of(), kv_ticket=ticket_for(num_tokens)), config_of("D"))
+        check_request(replace(spec_of(), kv_tickets=(ticket_for(num_tokens),)), config_of("D"))
 
 
 @pytest.mark.parametrize("role", ("P", "D", "PD"))

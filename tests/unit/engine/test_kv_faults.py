@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import ArithmeticRunner, Fabric
 from triptych.engine.core import EngineCore
@@ -23,12 +23,12 @@ def prefilled(prefill: Engine, name: str, tokens: list[int], n: int) -> RequestS
     """The request as a decode worker gets it."""
     prefill.add(name, tokens, n=n, hands_over=True)
     prefill.run()
-    return moved(tokens, prefill.tokens[name], n, ticket_of(prefill, name), name)
+    return moved(tokens, prefill.tokens[name], n, tickets_of(prefill, name), name)
 
 
-def moved(tokens: list[int], generated: list[int], n: int, ticket: KVTicket, name: str) -> RequestSpec:
+def moved(tokens: list[int], generated: list[int], n: int, tickets: tuple[KVTicket, ...], name: str) -> RequestSpec:
     sampling = SamplingParams(max_tokens=n, temperature=0.0)
-    return RequestSpec(name, (*tokens, *generated), len(tokens), sampling, kv_ticket=ticket)
+    return RequestSpec(name, (*tokens, *generated), len(tokens), sampling, kv_tickets=tickets)
 
 
 def hits(engine: Engine, request_id: str) -> list[int]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from engine_rig import Engine, assert_nothing_is_held, item_of, key_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, assert_nothing_is_held, item_of, key_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.events import ECNeeded, EncodeFailed, Failed, Finished, HandedOver
@@ -301,7 +301,7 @@ def test_the_end_of_a_copy_for_a_request_that_left_says_nothing_about_the_next_o
         p.ends.clear()
         p.add("r", text(12, seed), hands_over=True)
         p.run()
-        spec = spec_of("r", text(12, seed), kv_ticket=ticket_of(p, "r"))
+        spec = spec_of("r", text(12, seed), kv_tickets=tickets_of(p, "r"))
         return moved_on(spec, p.tokens["r"])
 
     fabric.is_holding = True
@@ -330,7 +330,7 @@ def test_what_loads_its_kv_counts_among_those_that_run():
     p.run()
     fabric.is_holding = True
     for name in "ab":
-        moved = spec_of(name, text(12), n=6, kv_ticket=ticket_of(p, name))
+        moved = spec_of(name, text(12), n=6, kv_tickets=tickets_of(p, name))
         mixed.core.add_request(moved_on(moved, p.tokens[name]))
     mixed.step()
     for name in "cd":
@@ -371,15 +371,15 @@ def test_a_request_that_finds_its_item_evicted_goes_on_at_once_with_a_ticket_tha
     for each in (item, big):
         encoder.encode(each.key, each)
     encoder.run()
-    ticket, ticket_of_big = (encoder.encoded[each.key].ticket for each in (item, big))
-    assert ticket is not None and ticket_of_big is not None
+    ticket, tickets_of_big = (encoder.encoded[each.key].ticket for each in (item, big))
+    assert ticket is not None and tickets_of_big is not None
     engine.add("brings it", text(12), (item,), 1)
     engine.core.announce(ticket)
     engine.run()
     engine.add("r", text(12), (item,), 1)
     engine.core.add_request(spec_of("busy", text(12), n=1, priority=-2))
     engine.core.add_request(spec_of("first in line", text(12), (big,), n=1, priority=-1))
-    engine.core.announce(ticket_of_big)
+    engine.core.announce(tickets_of_big)
     engine.step()  # the step's budget is spent before it comes to "r", whose item has to make room
     engine.core.announce(ticket)
     engine.run()

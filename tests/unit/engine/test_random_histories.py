@@ -3,15 +3,15 @@
 Whatever happens, each request ends once, with the tokens worked by hand, and at the end nothing is held anywhere.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
 import pytest
-from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, TurnedClock, assert_nothing_is_held, item_of, make_engine, wanted
 
 from triptych.engine.arithmetic_runner import Fabric
-from triptych.engine.events import ECNeeded, EncodeFailed, Failed, Finished, HandedOver
+from triptych.engine.events import ECNeeded, EncodeFailed, Failed, Finished, HandedOver, KVPublished
 from triptych.engine.request import RequestSpec
 from triptych.errors import FailureReason
 from triptych.media.item import MediaItem
@@ -31,6 +31,8 @@ class Client:
     num_tokens: int
     tokens: list[int] = field(default_factory=list[int])
     attempt: int = 0
+    is_early: bool = False  # the decode engine has its prompt while the prefill engine computes it
+    first_part: KVTicket | None = None  # that it got with the prompt
     is_over: bool = False
     was_aborted: bool = False
 
@@ -113,12 +115,36 @@ class History:
 
     def _prefill(self, client: Client) -> None:
         client.attempt += 1
-        self.p.core.add_request(self._spec(client, None))
+        client.is_early = False
+        self.p.core.add_request(self._spec(client, ()))
 
-    def _spec(self, client: Client, ticket: KVTicket | None) -> RequestSpec:
+    def _take_part(self, client: Client, ticket: KVTicket) -> None:
+        """Some are sent early; a delivery may be lost, or come twice."""
+        if not client.is_early and not ticket.first_block and self.rng.random() < 0.7:
+            client.is_early, client.first_part = True, ticket
+            self.d.core.add_request(replace(self._spec(client, (ticket,)), has_more_kv=True))
+        elif client.is_early and not ticket.first_block:
+            self._drop_early(client)
+        elif client.is_early:
+            for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
+                self.d.core.deliver_kv(client.id, (ticket,), (), False)
+
+    def _drop_early(self, client: Client) -> None:
+        client.is_early = False
+        self.d.core.scheduler.abort(client.id)
+
+    def _hand_over(self, client: Client, tickets: tuple[KVTicket, ...], tokens: list[int]) -> None:
+        if client.is_early and (client.first_part != tickets[0] or self.rng.random() < 0.1):
+            self._drop_early(client)
+        if client.is_early:
+            self.d.core.deliver_kv(client.id, tickets, tuple(tokens), True)
+        else:
+            self.d.core.add_request(self._spec(client, tickets))
+
+    def _spec(self, client: Client, tickets: tuple[KVTicket, ...]) -> RequestSpec:
         sampling = SamplingParams(max_tokens=client.num_tokens, temperature=0.0)
         ids = (*client.prompt, *client.tokens)
-        return RequestSpec(client.id, ids, len(client.prompt), sampling, client.items, ticket is None, ticket)
+        return RequestSpec(client.id, ids, len(client.prompt), sampling, client.items, not tickets, tickets)
 
     def _pump(self, engine: Engine) -> None:
         if self.rng.random() < 0.8:
@@ -134,10 +160,18 @@ class History:
                     self._encode(client, next(item for item in client.items if item.key == event.key))
                 case EncodeFailed():
                     self.encodes.pop(event.id)
+                case KVPublished() if client is not None and not client.is_over:
+                    self._take_part(client, event.ticket)
                 case HandedOver() if client is not None:
+                    before = len(client.tokens)
                     self._take_tokens(engine, client)
-                    self.d.core.add_request(self._spec(client, ticket_of(engine, client.id)))
+                    self._hand_over(client, event.tickets, client.tokens[before:])
+                case Failed() if client is not None and engine is self.d and client.is_early and client.id not in self.p.ends:
+                    client.is_early = False
+                    del self.d.ends[client.id]
                 case Finished() if client is not None:
+                    if engine is self.p and client.is_early:
+                        self._drop_early(client)
                     self._take_tokens(engine, client)
                     client.is_over = True
                     assert client.tokens == wanted(client.prompt, client.items, client.num_tokens), client.name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from engine_rig import Engine, TurnedClock, assert_nothing_is_held, key_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, TurnedClock, assert_nothing_is_held, key_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import Fabric
 from triptych.engine.core import EngineCore
@@ -132,15 +132,15 @@ class MixedHistory:
             place = item.end + rng.randrange(0, 4)
         prompt = [rng.randrange(900) for _ in range(length)]
         asked = Asked(prompt, tuple(items), rng.randrange(2, 7), [])
-        ticket = self._prefilled_elsewhere(asked) if rng.random() < 0.4 else None
+        tickets = self._prefilled_elsewhere(asked) if rng.random() < 0.4 else ()
         self.engine.tokens.pop(name, None)
         self.engine.ends.pop(name, None)
         self.asked[name] = asked
         sampling = SamplingParams(max_tokens=asked.num_tokens, temperature=0.0)
         ids = (*prompt, *asked.generated)
-        self.engine.core.add_request(RequestSpec(name, ids, length, sampling, asked.items, kv_ticket=ticket))
+        self.engine.core.add_request(RequestSpec(name, ids, length, sampling, asked.items, kv_tickets=tickets))
 
-    def _prefilled_elsewhere(self, asked: Asked) -> KVTicket:
+    def _prefilled_elsewhere(self, asked: Asked) -> tuple[KVTicket, ...]:
         name = f"elsewhere{self.rng.random()}"
         engine = self.prefill
         was_holding, self.fabric.is_holding = self.fabric.is_holding, False
@@ -150,7 +150,7 @@ class MixedHistory:
         engine.run()
         self.fabric.is_holding = was_holding
         asked.generated = engine.tokens.pop(name)
-        return ticket_of(engine, name)
+        return tickets_of(engine, name)
 
     def _encode_here(self, item: MediaItem) -> None:
         self.num_encodes += 1
@@ -195,7 +195,7 @@ class MixedHistory:
                     tokens = asked.generated + engine.tokens[event.id]
                     assert tokens == wanted(asked.prompt, asked.items, asked.num_tokens), event.id
                 case Failed() if event.id in self.asked:
-                    assert event.reason in (*LOST, FailureReason.TIMEOUT), event
+                    assert event.reason in (*LOST, FailureReason.TIMEOUT, FailureReason.EVICTED), event
                     del self.asked[event.id]
                 case _:
                     pass

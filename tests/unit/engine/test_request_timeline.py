@@ -57,9 +57,8 @@ def make_request(items: tuple[MediaItem, ...] = ()) -> Request:
         rank=(0, 3),
         timeline=Timeline(0.0),
         hands_over=False,
-        kv_ticket=None,
-        kv_deadline=0.0,
         block_hashes=NoBlockHashes(16),
+        incoming=None,
     )
 
 

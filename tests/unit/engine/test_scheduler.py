@@ -1,7 +1,7 @@
 """Scenarios worked by hand on the arithmetic runner: what is computed when, and what is held at the end."""
 
 import pytest
-from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import Fabric, expected_prompt_logprob
 from triptych.engine.events import (
@@ -128,7 +128,7 @@ def test_encode_prefill_and_decode_apart_give_the_tokens_of_one_worker():
     assert isinstance(p.ends["r"], HandedOver)
     first = p.tokens["r"]
     d.core.add_request(
-        spec := _moved(text(30), first, (item,), 6, ticket_of(p, "r")),
+        spec := _moved(text(30), first, (item,), 6, tickets_of(p, "r")),
     )
     d.run()
     assert first + d.tokens[spec.request_id] == wanted(text(30), (item,), 6)
@@ -140,10 +140,10 @@ def test_encode_prefill_and_decode_apart_give_the_tokens_of_one_worker():
 
 
 def _moved(
-    prompt: list[int], generated: list[int], items: tuple[MediaItem, ...], n: int, ticket: KVTicket, name: str = "r"
+    prompt: list[int], generated: list[int], items: tuple[MediaItem, ...], n: int, tickets: tuple[KVTicket, ...], name: str = "r"
 ) -> RequestSpec:
     sampling = SamplingParams(max_tokens=n, temperature=0.0)
-    return RequestSpec(name, (*prompt, *generated), len(prompt), sampling, items, kv_ticket=ticket)
+    return RequestSpec(name, (*prompt, *generated), len(prompt), sampling, items, kv_tickets=tickets)
 
 
 def test_a_ticket_that_comes_before_its_request_is_not_lost():
@@ -291,7 +291,7 @@ def test_a_decode_worker_without_blocks_sends_the_last_request_back():
         p.add(name, text(12, seed), n=12, hands_over=True)
     p.run()
     for name, seed in (("a", 1), ("b", 2)):
-        d.core.add_request(_moved(text(12, seed), p.tokens[name], (), 12, ticket_of(p, name), name))
+        d.core.add_request(_moved(text(12, seed), p.tokens[name], (), 12, tickets_of(p, name), name))
     d.run()
     assert p.tokens["a"] + d.tokens["a"] == wanted(text(12), n=12)
     end = d.ends["b"]
@@ -306,7 +306,7 @@ def test_blocks_of_a_request_that_left_during_its_kv_load_come_back_when_the_cop
     p.add("r", text(12), n=4, hands_over=True)
     p.run()
     fabric.is_holding = True
-    d.core.add_request(_moved(text(12), p.tokens["r"], (), 4, ticket_of(p, "r")))
+    d.core.add_request(_moved(text(12), p.tokens["r"], (), 4, tickets_of(p, "r")))
     d.run()
     d.core.scheduler.abort("r")
     d.run()
@@ -545,7 +545,7 @@ def test_a_request_that_is_handed_over_tells_its_prompts_logprobs_on_the_prefill
     prefill.core.add_request(RequestSpec("r", tuple(text(9)), 9, sampling, hands_over=True))
     prefill.run()
     known = (*text(9), *prefill.tokens["r"])
-    decode.core.add_request(RequestSpec("r", known, 9, sampling, kv_ticket=ticket_of(prefill, "r")))
+    decode.core.add_request(RequestSpec("r", known, 9, sampling, kv_tickets=tickets_of(prefill, "r")))
     decode.run()
     assert prefill.tokens["r"] + decode.tokens["r"] == wanted(text(9))
     assert sum(len(event.tokens) for event in told_of(prefill, "r") if isinstance(event, PromptLogprobs)) == 8

@@ -130,9 +130,9 @@ class StubRunner:
             if self.is_holding:
                 self.kv_loads.append(load)
             elif self._goes_wrong(0.2):
-                kv.failed_loads[load.request_id] = self.rng.choice(LOST)
+                kv.failed_loads[load.part] = self.rng.choice(LOST)
             else:
-                kv.finished_loads.add(load.request_id)
+                kv.finished_loads.add(load.part)
 
     def _compute(self, request_id: str, num_tokens: int, result: ModelRunnerOutput) -> None:
         num_computed, length = self.lengths[request_id]
@@ -274,7 +274,7 @@ class Traffic:
             SamplingParams(max_tokens=rng.randrange(2, 10), temperature=0.0, stop_token_ids=(STOP,)),
             items,
             hands_over=not comes_with_kv and rng.random() < 0.3,
-            kv_ticket=kv_ticket(request_id, num_prompt_tokens, self.config) if comes_with_kv else None,
+            kv_tickets=(kv_ticket(request_id, num_prompt_tokens, self.config),) if comes_with_kv else (),
             priority=rng.choice((-1, 0, 0, 0, 1)),
             age_s=rng.choice((0.0, 0.0, 30.0)),
             cache_salt=rng.choice(("", "", "tenant")),

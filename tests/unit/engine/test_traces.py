@@ -10,7 +10,7 @@ taken the other way round by the next: the cat has 0 1, then the dog 1 0.
 from collections.abc import Callable
 from functools import partial
 
-from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, ticket_of, wanted
+from engine_rig import Engine, assert_nothing_is_held, item_of, make_engine, tickets_of, wanted
 
 from triptych.engine.arithmetic_runner import ArithmeticRunner, Fabric
 from triptych.engine.events import (
@@ -223,7 +223,7 @@ def test_an_abort_during_the_pull_of_kv():
         prefill.add(name, text(8, seed), n=2, hands_over=True)
         prefill.run()
         sampling = SamplingParams(max_tokens=2, temperature=0.0)
-        spec = RequestSpec(name, (*text(8, seed), *prefill.tokens[name]), 8, sampling, kv_ticket=ticket_of(prefill, name))
+        spec = RequestSpec(name, (*text(8, seed), *prefill.tokens[name]), 8, sampling, kv_tickets=tickets_of(prefill, name))
         engine.core.add_request(spec)
     engine.runner.held.add("r")
     Trace(engine).expect(

@@ -39,11 +39,13 @@ from triptych.worker.protocol import (
     ENCODE_PATH,
     GENERATE_PATH,
     INFO_PATH,
+    KV_PATH,
     RELEASE_PATH,
     WATCH_PATH,
     ECDelivery,
     EncodeRequest,
     GenerateRequest,
+    KVDelivery,
     ReleaseRequest,
 )
 
@@ -219,6 +221,7 @@ class FakeServer:
         app.router.add_post(GENERATE_PATH, self.generate)
         app.router.add_post(ENCODE_PATH, self.encode)
         app.router.add_post(EC_PATH, self.deliver)
+        app.router.add_post(KV_PATH, self.deliver_kv)
         app.router.add_post(RELEASE_PATH, self.release)
         app.router.add_get(INFO_PATH, self.info)
         app.router.add_get(WATCH_PATH, self.watch)
@@ -265,6 +268,10 @@ class FakeServer:
 
     async def deliver(self, request: web.Request) -> web.Response:
         await self.worker.deliver(msgspec.json.decode(await request.read(), type=ECDelivery))
+        return web.Response(status=204)
+
+    async def deliver_kv(self, request: web.Request) -> web.Response:
+        await self.worker.deliver_kv(msgspec.json.decode(await request.read(), type=KVDelivery))
         return web.Response(status=204)
 
     async def release(self, request: web.Request) -> web.Response:

@@ -59,7 +59,7 @@ class Asked:
     @property
     def names(self) -> set[str]:
         """Of what can go wrong with this request alone: its items, and its calls to workers."""
-        return {*self.keys} | {f"{self.job.request_id}-{call}" for call in range(1, 9)}
+        return {*self.keys} | {f"{self.job.request_id}-{call}" for call in range(1, 17)}
 
 
 class History:

@@ -34,6 +34,7 @@ from triptych.worker.protocol import (
     ECTransferParams,
     EncodeRequest,
     GenerateRequest,
+    KVDelivery,
     KVTransferParams,
 )
 
@@ -82,7 +83,7 @@ async def test_a_hand_over_carries_its_ticket(client_and_worker: Pair, make_job:
     client, _ = client_and_worker
     last = (await collect(client, message_of(make_job(), do_remote_decode=True)))[-1]
     assert isinstance(last, HandedOver)
-    assert last.ticket.num_tokens == len(make_job().token_ids)
+    assert last.tickets[-1].num_tokens == len(make_job().token_ids)
 
 
 async def test_an_encode_takes_the_bytes_as_they_are_and_gives_a_ticket(client_and_worker: Pair) -> None:
@@ -137,12 +138,17 @@ async def test_cancelling_an_encode_aborts_it(client_and_worker: Pair) -> None:
     await until(lambda: worker.record.aborted == ["e"])
 
 
-async def test_deliveries_and_releases_arrive(client_and_worker: Pair) -> None:
+async def test_deliveries_and_releases_arrive(client_and_worker: Pair, make_job: Make) -> None:
     client, worker = client_and_worker
     delivery = ECDelivery("r", "0" * 64, failure=FailureReason.BAD_MEDIA, message="broken")
     await client.deliver(delivery)
     await client.release("r")
     assert worker.record.deliveries == [delivery]
+    last = (await collect(client, message_of(make_job(), do_remote_decode=True)))[-1]
+    assert isinstance(last, HandedOver)
+    kv_delivery = KVDelivery("unknown", last.tickets, (7,), is_last=True)
+    await client.deliver_kv(kv_delivery)
+    assert worker.record.kv_deliveries == [kv_delivery]
     assert worker.record.released == ["r"]
 
 

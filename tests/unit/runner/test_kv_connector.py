@@ -83,10 +83,6 @@ def test_the_ticket_says_what_the_blocks_hold(producer: Worker) -> None:
     assert (ticket.data.pages, ticket.data.nbytes, ticket.data.lease_s) == ((3, 9), 2 * ticket.block_nbytes, 30.0)
 
 
-def test_blocks_past_the_last_token_are_not_published(producer: Worker) -> None:
-    assert producer.publish(num_tokens=4, blocks=(3, 9)).data.pages == (3,)
-
-
 def test_a_request_that_the_step_could_not_compute_is_not_published(producer: Worker) -> None:
     saves = (KVSave("bad", 4, (3,)), KVSave("good", 4, (9,)))
     output = producer.step(lambda: producer.connector.withhold({"bad"}), saves=saves)
@@ -101,19 +97,54 @@ def test_a_load_runs_beside_steps_and_is_reported_once_after_a_wake(
     assert consumer.step() == KVConnectorOutput()
     network.deliver()
     assert consumer.num_wakes == 1
-    assert consumer.step() == KVConnectorOutput(finished_loads={"r"})
+    assert consumer.step() == KVConnectorOutput(finished_loads={("r", 0)})
     assert consumer.step() == KVConnectorOutput()
 
 
 def test_nothing_past_the_last_token_is_left_in_loaded_blocks(producer: Worker, consumer: Worker, network: FakeNetwork) -> None:
     producer.cache.blocks[9, :, :, 2:] = float("nan")  # the producer's own garbage behind 6 tokens
-    consumer.step(loads=(KVLoad("r", producer.publish(), (7, 2, 5)),))  # one block more, for what comes next
+    consumer.step(loads=(KVLoad("r", producer.publish(), (7, 2)),))
     network.deliver()
     consumer.step()
     assert consumer.cache.blocks[7].eq(3.0).all()
     assert consumer.cache.blocks[2, :, :, :2].eq(9.0).all()
     assert consumer.cache.blocks[2, :, :, 2:].eq(0.0).all()
-    assert consumer.cache.blocks[5].eq(0.0).all()
+
+
+def test_parts_of_one_request_are_read_beside_each_other_and_reported_one_by_one(
+    producer: Worker, consumer: Worker, network: FakeNetwork
+) -> None:
+    saves = (KVSave("r", 4, (3,)), KVSave("s", 10, (9, 5), first_block=1))
+    published = producer.step(saves=saves).published
+    first = published["r"]
+    rest = producer.step(saves=(KVSave("r", 10, (9, 5), first_block=1),)).published["r"]
+    assert (first.first_block, first.data.pages, rest.first_block, rest.data.pages) == (0, (3,), 1, (9, 5))
+    consumer.step(loads=(KVLoad("r", first, (7,)), KVLoad("r", rest, (2, 6))))
+    network.deliver(network.pending[1])
+    assert consumer.step() == KVConnectorOutput(finished_loads={("r", 1)})
+    network.kill("P-1")
+    assert consumer.step() == KVConnectorOutput(failed_loads={("r", 0): FailureReason.PEER_LOST})
+    assert consumer.cache.blocks[2].eq(9.0).all()
+    assert consumer.cache.blocks[6, :, :, 2:].eq(0.0).all(), "10 tokens end in the middle of the third block"
+
+
+def test_skipped_blocks_are_not_read_and_may_be_gone(producer: Worker, consumer: Worker, network: FakeNetwork) -> None:
+    ticket = producer.publish(num_tokens=6)
+    producer.cache.recycle((3,))
+    consumer.step(loads=(KVLoad("r", ticket, (2,), num_skipped=1),))
+    network.deliver()
+    assert consumer.step() == KVConnectorOutput(finished_loads={("r", 0)})
+    assert consumer.cache.blocks[2, :, :, :2].eq(9.0).all()
+    assert consumer.cache.blocks[2, :, :, 2:].eq(0.0).all()
+
+
+@pytest.mark.parametrize(("blocks", "num_skipped"), [((7, 2, 5), 0), ((7,), 0), ((7, 2), 1), ((), 2), ((7, 2, 5), -1)])
+def test_a_load_whose_blocks_are_not_those_of_the_ticket_is_refused(
+    producer: Worker, consumer: Worker, network: FakeNetwork, blocks: tuple[int, ...], num_skipped: int
+) -> None:
+    output = consumer.step(loads=(KVLoad("r", producer.publish(), blocks, num_skipped),))
+    assert output.failed_loads == {("r", 0): FailureReason.MISMATCH}
+    assert network.pending == []
 
 
 @pytest.mark.parametrize(
@@ -128,7 +159,7 @@ def test_a_load_that_goes_wrong_fails_with_its_reason(
     if killed:
         network.kill("P-1")
     network.deliver()
-    assert consumer.step().failed_loads == {"r": reason}
+    assert consumer.step().failed_loads == {("r", 0): reason}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +171,8 @@ def test_a_load_that_goes_wrong_fails_with_its_reason(
         ("num_tokens", 9),
         ("num_tokens", 4),
         ("num_tokens", 0),
+        ("first_block", 1),
+        ("first_block", -1),
         ("request_id", "s"),
     ],
 )
@@ -148,17 +181,17 @@ def test_a_ticket_that_differs_from_the_own_model_is_refused_before_anything_is_
 ) -> None:
     ticket = msgspec.structs.replace(producer.publish(), **{field: value})
     output = consumer.step(loads=(KVLoad("r", ticket, (7, 2)),))
-    assert output.failed_loads == {"r": FailureReason.MISMATCH}
+    assert output.failed_loads == {("r", ticket.first_block): FailureReason.MISMATCH}
     assert network.pending == []
 
 
 def test_a_save_that_raises_is_reported_and_the_others_are_published(producer: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = producer.plane.publish
 
-    def fail_for_block_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float, subject: str) -> Any:
+    def fail_for_block_3(name: str, pages: tuple[int, ...], nbytes: int, lease_s: float, **how: Any) -> Any:
         if 3 in pages:
             raise OSError("disk full")
-        return publish(name, pages, nbytes, lease_s, subject)
+        return publish(name, pages, nbytes, lease_s, **how)
 
     monkeypatch.setattr(producer.plane, "publish", fail_for_block_3)
     output = producer.step(saves=(KVSave("a", 4, (3,)), KVSave("b", 4, (9,))))
@@ -182,7 +215,7 @@ def test_the_bodys_exception_comes_out_and_the_next_step_reports_what_was_found_
         patch.setattr(consumer.cache, "clear_after", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             consumer.step(body)
-    assert consumer.step().failed_loads == {"r": FailureReason.INTERNAL}
+    assert consumer.step().failed_loads == {("r", 0): FailureReason.INTERNAL}
     assert consumer.step() == KVConnectorOutput()
 
 

@@ -409,7 +409,7 @@ def test_encode_prefill_and_decode_on_three_workers_give_the_logprobs_of_the_who
     decode.step({}, kv_connector_metadata=KVConnectorMetadata(loads=(KVLoad("r", kv_ticket, blocks),)))
     network.deliver()
     output = decode.step({})
-    assert output.kv_connector_output is not None and output.kv_connector_output.finished_loads == {"r"}
+    assert output.kv_connector_output is not None and output.kv_connector_output.finished_loads == {("r", 0)}
     tokens += [decode.step({"r": 1}).sampled["r"] for _ in range(6)]
 
     expected = oracle_logprobs(tiny, prompt, decode.tokens["r"])

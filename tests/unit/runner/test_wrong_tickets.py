@@ -188,7 +188,7 @@ def test_kv_of_a_wrong_ticket_is_refused_at_the_door_and_behind_it_refused_with_
     with pytest.raises(RequestError):
         check_kv_ticket(wrong, consumer.config)
     output = consumer.step(network, loads=(KVLoad("r", wrong, (7, 2)),))
-    assert output.finished_loads | set(output.failed_loads) == {"r"}
+    assert output.finished_loads | set(output.failed_loads) == {("r", wrong.first_block)}
     assert set(output.failed_loads.values()) <= LOAD_FAILURES
     others = [block for block in range(consumer.config.num_kv_blocks) if block not in (7, 2)]
     assert (consumer.cache.arena.pages[others] == UNTOUCHED).all()

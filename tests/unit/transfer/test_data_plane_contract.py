@@ -200,6 +200,58 @@ def test_content_with_another_checksum_is_corrupt(pair: Pair) -> None:
     assert reason_of(lambda: pair.read(wrong, [0, 1])) is FailureReason.CORRUPT
 
 
+def publish_divisible(pair: Pair, pages: list[int], nbytes: int) -> Ticket:
+    return pair.producer.publish("kv", pages, nbytes, lease_s=60.0, subject="r", is_divisible=True)
+
+
+def test_a_divisible_ticket_has_a_checksum_for_each_page_and_its_subject(pair: Pair) -> None:
+    ticket = publish_divisible(pair, [3, 9], 1500)
+    contents = (pair.source.pages[3].tobytes(), pair.source.pages[9, :500].tobytes())
+    assert ticket.page_checksums == tuple(blake3(content + b"r").hexdigest()[:16] for content in contents)
+    assert ticket.checksum == ""
+
+
+@pytest.mark.parametrize("num_skipped", [0, 1, 2])
+def test_pages_that_a_reader_skips_are_not_read(pair: Pair, num_skipped: int) -> None:
+    ticket = publish_divisible(pair, [3, 9, 4], 2500)
+    if pair.producer.name != "file":  # whose file goes with the first of its pages
+        pair.source.recycle([3, 9][:num_skipped])
+    pages = [0, 5, 2][num_skipped:]
+    future = pair.consumer.read(ticket, pair.destination, pages, num_skipped)
+    pair.settle()
+    future.result(TIMEOUT_S)
+    content = b"".join(pair.source.pages[page].tobytes() for page in (3, 9, 4))[: ticket.nbytes]
+    assert pair.arrived(pages, 2500 - num_skipped * PAGE_NBYTES) == content[num_skipped * PAGE_NBYTES :]
+    assert (np.delete(pair.destination.pages, pages, axis=0) == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("num_skipped", [0, 1])
+def test_one_page_with_another_checksum_makes_what_was_read_corrupt_unless_it_was_skipped(pair: Pair, num_skipped: int) -> None:
+    ticket = publish_divisible(pair, [3, 9], 2000)
+    for place in (0, 1):
+        checksums = [*ticket.page_checksums]
+        checksums[place] = "0" * 16
+        wrong = msgspec.structs.replace(ticket, page_checksums=tuple(checksums))
+        future = pair.consumer.read(wrong, pair.destination, [0, 1][num_skipped:], num_skipped)
+        pair.settle()
+        if place < num_skipped:
+            assert future.result(TIMEOUT_S) is None
+        else:
+            assert reason_of(lambda future=future: future.result(TIMEOUT_S)) is FailureReason.CORRUPT
+
+
+@pytest.mark.parametrize("num_skipped", [1, 2, 3])
+def test_a_ticket_that_is_not_divisible_or_not_that_long_is_not_read_in_part(pair: Pair, num_skipped: int) -> None:
+    whole, _ = pair.publish([3, 9], 2000)
+    divisible = publish_divisible(pair, [3, 9], 2000)
+    tickets = (whole, divisible) if num_skipped > 2 else (whole,)
+    for ticket in tickets:
+        future = pair.consumer.read(ticket, pair.destination, [0, 1][num_skipped:], num_skipped)
+        pair.settle()
+        assert reason_of(lambda future=future: future.result(TIMEOUT_S)) is FailureReason.MISMATCH
+    assert pair.is_untouched()
+
+
 UNFIT: dict[str, dict[str, object]] = {
     "other page size": {"page_nbytes": PAGE_NBYTES - 8},
     "a page too few": {"pages": (4,), "generations": (0,)},
@@ -208,6 +260,7 @@ UNFIT: dict[str, dict[str, object]] = {
     "fewer bytes than pages": {"nbytes": 1000},
     "no bytes": {"nbytes": 0},
     "negative bytes": {"nbytes": -1},
+    "a checksum of a page too few": {"checksum": "", "page_checksums": ("0" * 16,)},
     "on no plane": {"planes": {}},
     "on other planes": {"planes": {"smoke signals": "hill"}},
     "at no address": {"planes": {"shm": "", "file": "", "fake": ""}},

@@ -25,7 +25,7 @@ from triptych.config import EngineConfig
 from triptych.engine.events import ECNeeded, Encoded, Finished, HandedOver
 from triptych.errors import RequestError
 from triptych.output import ECTicket
-from triptych.worker.protocol import ECDelivery, ECTransferParams, KVTransferParams
+from triptych.worker.protocol import ECDelivery, ECTransferParams, KVDelivery, KVTransferParams
 from triptych.worker.worker import Worker
 
 
@@ -92,11 +92,16 @@ async def test_kv_is_taken_from_the_cluster_only():
         request = generate_request(hands_over=True)
         first = await listen(p.generate(request))
         assert isinstance(first.end, HandedOver)
-        ticket = first.end.ticket
-        forged = msgspec.structs.replace(ticket, data=msgspec.structs.replace(ticket.data, checksum=""))
+        (ticket,) = first.end.tickets
+        forged = msgspec.structs.replace(ticket, data=msgspec.structs.replace(ticket.data, page_checksums=()))
         for worker, wrong in ((d, forged), (d, msgspec.structs.replace(ticket, seal="")), (stranger, ticket)):
             with pytest.raises(RequestError, match="has not the seal of this cluster"):
-                worker.generate(moved(request, first.tokens, KVTransferParams(ticket=wrong)))
+                worker.generate(moved(request, first.tokens, KVTransferParams(tickets=(wrong,))))
+            with pytest.raises(RequestError, match="has not the seal of this cluster"):
+                await worker.deliver_kv(KVDelivery("x", (ticket, wrong)))
             await assert_nothing_is_held(worker)
-        rest = await listen(d.generate(moved(request, first.tokens, KVTransferParams(ticket=ticket))))
+        with pytest.raises(RequestError, match="takes no KV from others"):
+            await p.deliver_kv(KVDelivery("x", (ticket,)))
+        await d.deliver_kv(KVDelivery("never known", (ticket,), (5,), is_last=True))
+        rest = await listen(d.generate(moved(request, first.tokens, KVTransferParams(tickets=(ticket,)))))
         assert isinstance(rest.end, Finished)

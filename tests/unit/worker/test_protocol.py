@@ -16,6 +16,8 @@ from triptych.engine.events import (
     Finished,
     GenerateEvent,
     HandedOver,
+    KVAwaited,
+    KVPublished,
     NewTokens,
     StageTimings,
 )
@@ -27,6 +29,7 @@ from triptych.worker.protocol import (
     ECDelivery,
     ECTransferParams,
     GenerateRequest,
+    KVDelivery,
     KVTransferParams,
     RegisterRequest,
     ReleaseRequest,
@@ -42,7 +45,7 @@ KV_TICKET = KVTicket("r", 20, 16, 4096, "float32", DATA)
 def full_request() -> GenerateRequest:
     request = generate_request(seed=0)
     ec = ECTransferParams(request.ec_transfer_params.items, (EC_TICKET,))
-    return msgspec.structs.replace(request, ec_transfer_params=ec, kv_transfer_params=KVTransferParams(ticket=KV_TICKET))
+    return msgspec.structs.replace(request, ec_transfer_params=ec, kv_transfer_params=KVTransferParams(tickets=(KV_TICKET,)))
 
 
 MESSAGES = (
@@ -52,6 +55,7 @@ MESSAGES = (
     ECDelivery("r", key_of(0), EC_TICKET),
     ECDelivery("r", key_of(0), failure=FailureReason.BAD_MEDIA, message="broken"),
     ECDelivery("r", key_of(0)),
+    KVDelivery("r", (KV_TICKET,), (5,), is_last=True),
     AbortRequest("r"),
     ReleaseRequest("r"),
     RegisterRequest("http://127.0.0.1:1"),
@@ -62,7 +66,9 @@ MESSAGES = (
 GENERATE_EVENTS = (
     ECNeeded("r", key_of(0), FailureReason.EVICTED),
     NewTokens("r", (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),)),
-    HandedOver("r", KV_TICKET, StageTimings(prefill_s=0.5)),
+    KVPublished("r", KV_TICKET),
+    KVAwaited("r"),
+    HandedOver("r", (KV_TICKET,), StageTimings(prefill_s=0.5)),
     Finished("r", "stop", StageTimings(decode_s=1.5)),
     Failed("r", "no", "ec_unavailable", 503, FailureReason.TIMEOUT),
 )
@@ -98,8 +104,8 @@ def test_an_unknown_field_of_a_message_is_refused(message: msgspec.Struct):
         ("ec_transfer_params", "tickets", 0),
         ("ec_transfer_params", "tickets", 0, "data"),
         ("kv_transfer_params",),
-        ("kv_transfer_params", "ticket"),
-        ("kv_transfer_params", "ticket", "data"),
+        ("kv_transfer_params", "tickets", 0),
+        ("kv_transfer_params", "tickets", 0, "data"),
     ),
 )
 def test_an_unknown_field_at_any_depth_is_refused(path: tuple[str | int, ...]):
@@ -205,4 +211,4 @@ def test_what_is_too_long_too_many_or_of_another_form_is_refused_with_the_fields
 
 def test_no_two_events_share_a_tag():
     tags = {type(event).__struct_config__.tag for event in (*GENERATE_EVENTS, *ENCODE_EVENTS)}
-    assert len(tags) == 7
+    assert len(tags) == 9

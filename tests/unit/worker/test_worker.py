@@ -156,7 +156,7 @@ async def test_encode_prefill_and_decode_workers_give_the_tokens_of_one_that_doe
         await p.deliver(ECDelivery("r", key_of(0), encoded.ticket))
         first = await prefilling
         assert isinstance(first.end, HandedOver)
-        kv = KVTransferParams(ticket=first.end.ticket)
+        kv = KVTransferParams(tickets=first.end.tickets)
         rest = await listen(d.generate(moved(request, first.tokens, kv)))
         assert isinstance(rest.end, Finished)
         assert first.tokens + rest.tokens == wanted

@@ -272,7 +272,7 @@ async def test_every_call_but_health_and_metrics_needs_the_clusters_secret():
                     assert (error["type"], "TRIPTYCH_CLUSTER_SECRET" in error["message"]) == ("authentication_error", True)
         assert answered.pop("/health") == 200
         assert answered.pop("/metrics") == 200
-        assert len(answered) == 7
+        assert len(answered) == 8
         assert set(answered.values()) == {401}
         await assert_nothing_is_held(front.worker)
 
