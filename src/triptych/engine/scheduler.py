@@ -335,9 +335,7 @@ class Scheduler:
         if num_tokens > 1 or start < request.num_prompt_tokens:
             self.prefixes.note_window(request, num_tokens, plan)
         for item in request.pending_items():
-            if item.start >= start + num_tokens:
-                break
-            if request.next_row_of(item) < start + num_tokens:
+            if item.start < start + num_tokens and request.next_row_of(item) < start + num_tokens:
                 plan.item_pages[item.key] = self.cache.pages(item.key)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -411,11 +409,7 @@ class Scheduler:
 
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
-        request.num_computed_tokens += num_tokens
-        num_new = request.num_computed_tokens - request.max_computed_tokens
-        if num_new > 0:
-            self.num_advanced += num_new
-            request.max_computed_tokens = request.num_computed_tokens
+        self.num_advanced += request.advance(num_tokens)
         if before:
             self._items.give_up_computed(request, before)
         if request.num_computed_tokens % self.kv.block_size < num_tokens:  # a block is full
