@@ -67,4 +67,4 @@ async def test_what_follows_a_prefix_hit_inside_a_picture_is_computed_as_by_the_
             wanted, logprobs = continuation(case, tokens, [file])
             assert answer.tokens == wanted
             assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
-        assert cluster.workers[0].gauges()["prefix_cache_hits"] == end - end % block_size
+        assert cluster.workers[0].counters()["prefix_cache_hits"] == end - end % block_size

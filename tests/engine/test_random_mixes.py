@@ -25,6 +25,12 @@ def related(oracle: Oracle) -> list[list[Wanted]]:
     return [oracle.answer_conversation(each) for each in conversations()]
 
 
+@pytest.fixture(scope="session")
+def seen() -> Counter[str]:
+    """What all clusters came to."""
+    return Counter()
+
+
 @dataclass(frozen=True)
 class Arrival:
     wanted: Wanted
@@ -75,7 +81,7 @@ class Crowd:
 
 @pytest.mark.parametrize("seed", range(NUM_CLUSTERS))
 async def test_a_random_mix_in_a_small_cluster_gets_the_tokens_of_generate(
-    seed: int, oracle: Oracle, wanted: list[Wanted], related: list[list[Wanted]]
+    seed: int, oracle: Oracle, wanted: list[Wanted], related: list[list[Wanted]], seen: Counter[str]
 ):
     rng = Random(seed)
     mixes = [random_mix(rng, related, wanted) for _ in range(MIXES_PER_CLUSTER)]
@@ -93,6 +99,19 @@ async def test_a_random_mix_in_a_small_cluster_gets_the_tokens_of_generate(
         for number, mix in enumerate(mixes):
             await crowd.ask_all(f"m{number}", mix)
         await cluster.assert_nothing_is_held()
+        seen["clusters"] += 1
+        for worker in cluster.workers:
+            for name in ("prefix_cache_hits", "preemptions"):
+                count = worker.counters()[name]
+                assert isinstance(count, int)
+                seen[name] += count
+
+
+def test_the_mixes_have_shared_prefixes_and_preempted(seen: Counter[str]):
+    if seen["clusters"] < NUM_CLUSTERS:
+        pytest.skip("not all of them ran")
+    assert seen["prefix_cache_hits"] > 10_000, "of about 100,000 tokens"
+    assert seen["preemptions"] > 20
 
 
 def test_the_pool_has_what_a_prefix_cache_may_confuse(related: list[list[Wanted]], oracle: Oracle):
@@ -103,7 +122,7 @@ def test_the_pool_has_what_a_prefix_cache_may_confuse(related: list[list[Wanted]
         assert first.request.pictures == same_picture.request.pictures == second_turn.request.pictures
         assert first.prompt == other_picture.prompt and first.request.pictures != other_picture.request.pictures
         assert not text_only.grids
-        shared = len(first.prompt) + len(first.tokens)
-        assert second_turn.prompt[: len(first.prompt)] == first.prompt and len(second_turn.prompt) > shared
+        assert second_turn.prompt[: len(first.prompt)] == first.prompt
+        assert list(second_turn.prompt[len(first.prompt) :][: len(first.tokens)]) == first.tokens, "its first answer is in it"
     answers = [(first.tokens, other.tokens) for first, _, other, *_ in related]
     assert sum(one != other for one, other in answers) >= NUM_CONVERSATIONS // 2, "another picture changes the answer"

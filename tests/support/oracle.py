@@ -97,11 +97,11 @@ def _conversation(rng: Random, system: str) -> Conversation:
     one, other = (_png(draw(random_picture(rng, size))) for _ in range(2))
     text, (first, second, third) = rng.choice(WORDS), rng.sample(QUESTIONS, 3)
 
-    def request(question: str, *pictures: bytes) -> MixedRequest:
+    def request(question: str, *pictures: bytes, has_stop: bool = False) -> MixedRequest:
         messages = [_message("system", system), _message("user", f"{text} {question}", has_picture=bool(pictures))]
-        return MixedRequest(messages, pictures, max_tokens=rng.randrange(4, 25), has_stop=rng.random() < 0.3)
+        return MixedRequest(messages, pictures, max_tokens=rng.randrange(4, 25), has_stop=has_stop)
 
-    opening = request(first, one), request(second, one), request(first, other), request(third)
+    opening = request(first, one, has_stop=True), request(second, one), request(first, other), request(third)
     return Conversation(opening, third)
 
 

@@ -170,6 +170,15 @@ class Request:
             return ()
         return self.block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // self.block_hashes.block_size]
 
+    def advance(self, num_tokens: int) -> int:
+        """So many tokens more are computed. How many of them were never computed before."""
+        self.num_computed_tokens += num_tokens
+        num_new = self.num_computed_tokens - self.max_computed_tokens
+        if num_new <= 0:
+            return 0
+        self.max_computed_tokens = self.num_computed_tokens
+        return num_new
+
     def rank_of(self, item: MediaItem) -> Rank:
         return (*self.rank, item.start)
 

@@ -407,11 +407,7 @@ class Scheduler:
 
     def _advance(self, request: Request, num_tokens: int) -> None:
         before = request.pending_items()
-        request.num_computed_tokens += num_tokens
-        num_new = request.num_computed_tokens - request.max_computed_tokens
-        if num_new > 0:
-            self.num_advanced += num_new
-            request.max_computed_tokens = request.num_computed_tokens
+        self.num_advanced += request.advance(num_tokens)
         if before:
             self._items.give_up_computed(request, before)
         if request.num_computed_tokens % self.kv.block_size < num_tokens:  # a block is full
