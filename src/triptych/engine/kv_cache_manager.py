@@ -28,10 +28,13 @@ class KVCacheManager:
     def block_ids(self, request_id: str) -> tuple[int, ...]:
         return tuple(self._blocks.get(request_id, ()))
 
-    def would_fit(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, without: Collection[str]) -> bool:
-        """Whether `allocate`, or `start` for a request that has no blocks, would find room if the requests `without` gave theirs up."""
+    def would_fit(
+        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, without: Collection[str], written: Collection[int] = ()
+    ) -> bool:
+        """Whether `allocate`, or `start` for a request that has no blocks, would find room if the requests `without` gave theirs up.
+        Those that are being `written` by copies are not free before these have ended."""
         users = Counter(block for each in without for block in self._blocks.get(each, ()))
-        freed = {block for block, count in users.items() if count == self._pool.num_users(block)}
+        freed = {block for block, count in users.items() if count == self._pool.num_users(block)} - set(written)
         has = self._blocks.get(request_id)
         shared = self._pool.find(hashes) if has is None else []
         room = self._pool.num_unused + len(freed) - sum(block in freed or not self._pool.num_users(block) for block in shared)

@@ -28,6 +28,11 @@ class KVConnectorScheduler:
         return False
 
     @property
+    def written_block_ids(self) -> frozenset[int]:
+        """Blocks into which copies are under way."""
+        return frozenset()
+
+    @property
     def has_abandoned(self) -> bool:
         """Whether a copy for a request that has left has not ended."""
         return False
@@ -82,6 +87,10 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
 
     def is_loading(self, request_id: str) -> bool:
         return any(id == request_id for id, _ in self._in_flight)
+
+    @property
+    def written_block_ids(self) -> frozenset[int]:
+        return frozenset(block_id for block_ids in self._in_flight.values() for block_id in block_ids)
 
     @property
     def has_abandoned(self) -> bool:

@@ -52,6 +52,11 @@ class KVSupply:
         """Whether a copy for a request that left still writes blocks, which are free when it has ended."""
         return self._connector.has_abandoned
 
+    @property
+    def written_block_ids(self) -> frozenset[int]:
+        """Blocks into which copies are under way."""
+        return self._connector.written_block_ids
+
     def in_order_of_yielding(self, running: Iterable[Request]) -> list[Request]:
         """Who gives way when there are no blocks: first those that hold blocks while their prompt is still computed elsewhere, since they lose
         least, then the last in line."""
@@ -114,6 +119,7 @@ class KVSupply:
         if num_held is None:
             return False
         incoming.num_held_blocks = num_held
+        request.num_computed_tokens = num_held * self._kv.block_size
         self._loading[request.request_id] = request
         request.change_status(RequestStatus.LOADING_KV)
         self._order_loads(request)

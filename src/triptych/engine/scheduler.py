@@ -222,7 +222,7 @@ class Scheduler:
         return self._kv_supply.is_copying or self.next_deadline() is not None
 
     def check_invariants(self) -> None:
-        self.kv.check_invariants({each.request_id: each.num_computed_tokens for each in self._running})
+        self.kv.check_invariants({each.request_id: each.num_computed_tokens for each in self._requests.values()})
         self._items.check_invariants(self._requests)
         assert len(self._running) + len(self._waiting) + self._kv_supply.num_loading == len(self._requests)
         for request in self._requests.values():
@@ -307,7 +307,7 @@ class Scheduler:
 
     def _fits(self, request: Request, num_tokens: int, without: Iterable[Request]) -> bool:
         ids = [each.request_id for each in without if each is not request]
-        return self.kv.would_fit(request.request_id, request.findable_hashes, num_tokens, ids)
+        return self.kv.would_fit(request.request_id, request.findable_hashes, num_tokens, ids, self._kv_supply.written_block_ids)
 
     def _window(self, request: Request, plan: StepPlan, now: float) -> int:
         """How many tokens may be computed from `num_computed_tokens` on; 0 if the next one waits for an item."""
@@ -342,16 +342,14 @@ class Scheduler:
         return new is not None  # blocks that a copy still writes come when it has ended
 
     def _make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Preempt who is behind the request, the last in line first, and no more than that takes; nobody, if it would not be enough. A request
-        that could end takes from those before it, too, while nobody else goes on: they all wait for items."""
-        if self._kv_supply.has_blocks_coming:
-            return False
+        """Preempt who is behind the request or came early, the last in line first, and no more than that takes; nobody, if it would not be
+        enough. A request that could end takes from those before it, too, while nobody else goes on: they all wait for items."""
         may_pass = not plan.windows and self._could_end(request, plan)
         victims: list[Request] = []
         for victim in self._kv_supply.in_order_of_yielding(self._running):
             if victim is request:
                 continue
-            if victim.rank < request.rank and not may_pass:
+            if victim.rank < request.rank and not victim.is_early and not may_pass:
                 return False
             victims.append(victim)
             if len(self._running) - len(victims) < self._max_running and self._fits(

@@ -225,7 +225,7 @@ def test_an_abort_during_the_pull_of_kv():
         sampling = SamplingParams(max_tokens=2, temperature=0.0)
         spec = RequestSpec(name, (*text(8, seed), *prefill.tokens[name]), 8, sampling, kv_tickets=tickets_of(prefill, name))
         engine.core.add_request(spec)
-    engine.runner.held.add("r")
+    engine.runner.held.add(("r", 0))
     Trace(engine).expect(
         """
               |         | pull r to 0 1 |
