@@ -46,7 +46,7 @@ class ChatRequest:
 @dataclass(frozen=True, slots=True)
 class ChatUsage:
     """`num_completion_tokens`: of all choices. `num_rows`: those of the prompt's tokens that stand for media, by modality.
-    `num_cached_tokens`: those that needed not be computed, for the first choice."""
+    `num_cached_tokens`: those that needed not be computed, for any of the choices."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
@@ -126,7 +126,8 @@ class ChatService:
                         num_tokens += len(part.tokens)
                     yield part
             first = min(ends, key=lambda end: end.index)
-            usage = ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows, first.num_cached_tokens)
+            num_cached = min(end.num_cached_tokens for end in ends)  # what one of n computes, the others find
+            usage = ChatUsage(len(prompt.token_ids), num_tokens, prompt.num_rows, num_cached)
             self._count(stopwatches, usage)
         yield ChatEnd(usage, ends[-1].timing, first.prompt_logprobs)
 

@@ -266,6 +266,16 @@ async def test_cached_tokens_are_those_of_the_last_word_before_the_first_token(s
             assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
+async def test_what_one_of_three_answers_computes_is_not_called_cached_for_the_others(serve: Serve) -> None:
+    message = {"role": "user", "content": "what colour is the circle? " * 8}
+    async with serve("PD1") as served:
+        usages = [(await served.post(ask(n=3) | {"messages": [message]}))[1]["usage"] for _ in range(2)]
+    assert usages[0]["prompt_tokens_details"] == {"cached_tokens": 0}
+    in_full_blocks = (usages[1]["prompt_tokens"] - 1) // 16 * 16
+    assert in_full_blocks > 0
+    assert usages[1]["prompt_tokens_details"] == {"cached_tokens": in_full_blocks}
+
+
 def test_what_the_first_worker_that_takes_it_finds_counts_and_what_a_replay_finds_does_not(
     make_cluster: Make, make_job: Make
 ) -> None:
