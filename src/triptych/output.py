@@ -73,6 +73,9 @@ def _sealed_fields(ticket: ECTicket | KVTicket) -> tuple[bytes, bytes]:
     return type(ticket).__name__.encode(), msgspec.json.encode(msgspec.structs.replace(ticket, seal=""), order="deterministic")
 
 
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not got; as in OpenAI's answers and vLLM's
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Natural logarithms of the model's own distribution (before biases, bans, penalties, temperature and filters)."""
 

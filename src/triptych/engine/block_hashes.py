@@ -37,6 +37,10 @@ class BlockHashes:
             self._hashes.append(digest.digest())
         return self._hashes
 
+    def findable(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """Of the full blocks before the last token: that one is always left to compute, since its logits are wanted."""
+        return self.extend(token_ids)[: (len(token_ids) - 1) // self.block_size]
+
     def _rows_within(self, start: int, end: int) -> Iterator[tuple[int, int, int, str]]:
         """(place in the block, row of its item, number of rows, key) of each run that meets the block [start, end)."""
         for first, length, key, row in self._runs[max(0, bisect_right(self._starts, start) - 1) :]:

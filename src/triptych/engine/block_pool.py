@@ -45,9 +45,6 @@ class BlockPool:
     def num_users(self, block: int) -> int:
         return self._num_users[block]
 
-    def num_kept_among(self, block_ids: Sequence[int]) -> int:
-        return sum(block in self._kept for block in block_ids)
-
     def share(self, block_ids: Sequence[int]) -> None:
         """One more user for each, who reads and does not write."""
         for block in block_ids:

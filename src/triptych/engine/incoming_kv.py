@@ -14,7 +14,6 @@ class IncomingKV:
     tickets: list[KVTicket]
     is_complete: bool
     deadline: float  # for the rest of the parts, of which the copies, too
-    num_held_blocks: int = 0  # from the start of the prompt: here before the request
     num_ordered: int = 0  # parts
     unread: set[int] = field(default_factory=set[int])  # first blocks of the parts that are ordered and not read yet
 

@@ -25,11 +25,19 @@ class KVCacheManager:
     def num_blocks(self) -> int:
         return self._pool.num_blocks
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
     def block_ids(self, request_id: str) -> tuple[int, ...]:
         return tuple(self._blocks.get(request_id, ()))
 
     def would_fit(
-        self, request_id: str, hashes: Sequence[bytes], num_tokens: int, without: Collection[str], written: Collection[int] = ()
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        without: Collection[str] = (),
+        written: Collection[int] = (),
     ) -> bool:
         """Whether `allocate`, or `start` for a request that has no blocks, would find room if the requests `without` gave theirs up.
         Those that are being `written` by copies are not free before these have ended."""
@@ -38,7 +46,7 @@ class KVCacheManager:
         has = self._blocks.get(request_id)
         shared = self._pool.find(hashes) if has is None else []
         room = self._pool.num_unused + len(freed) - sum(block in freed or not self._pool.num_users(block) for block in shared)
-        return self._num_needed(num_tokens) - len(shared if has is None else has) <= room
+        return self.num_blocks_for(num_tokens) - len(shared if has is None else has) <= room
 
     def find_prefix(self, hashes: Sequence[bytes]) -> int:
         """How many of the first `hashes` are here."""
@@ -50,19 +58,20 @@ class KVCacheManager:
         The number of shared blocks; None (and nothing changed) if there are not enough others.
         """
         assert request_id not in self._blocks, "a request starts without blocks"
-        shared = self._pool.find(hashes)
-        num_new = max(0, self._num_needed(num_tokens) - len(shared))
-        if num_new > self._pool.num_unused - self._pool.num_kept_among(shared):
+        if not self.would_fit(request_id, hashes, num_tokens):
             return None
+        shared = self._pool.find(hashes)
         self._pool.share(shared)
-        self._blocks[request_id] = [*shared, *(self._pool.allocate(num_new) or ())]
+        new = self._pool.allocate(max(0, self.num_blocks_for(num_tokens) - len(shared)))
+        assert new is not None, "there is no room where there was room"
+        self._blocks[request_id] = [*shared, *new]
         self._num_entered[request_id] = len(shared)
         return len(shared)
 
     def allocate(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
         """Make room for the request's first `num_tokens` tokens. The new blocks, or None (and nothing changed) if they are not there."""
         owned = self._blocks.get(request_id, [])
-        missing = self._num_needed(num_tokens) - len(owned)
+        missing = self.num_blocks_for(num_tokens) - len(owned)
         if missing <= 0:
             return ()
         new = self._pool.allocate(missing)
@@ -98,9 +107,6 @@ class KVCacheManager:
     def take_recycled(self) -> tuple[int, ...]:
         """Published blocks that hold another content from now on: their readers must notice before they are written."""
         return self._pool.take_recycled()
-
-    def _num_needed(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def check_invariants(self, num_computed: Mapping[str, int]) -> None:
         """`num_computed`: request id -> tokens whose keys and values are there. What is still to be written has one user."""

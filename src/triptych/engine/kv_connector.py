@@ -23,11 +23,6 @@ class KVConnectorScheduler:
         return False
 
     @property
-    def is_copying(self) -> bool:
-        """Whether any copy has not ended."""
-        return False
-
-    @property
     def written_block_ids(self) -> frozenset[int]:
         """Blocks into which copies are under way."""
         return frozenset()
@@ -95,10 +90,6 @@ class ActiveKVConnectorScheduler(KVConnectorScheduler):
     @property
     def has_abandoned(self) -> bool:
         return bool(self._abandoned)
-
-    @property
-    def is_copying(self) -> bool:
-        return bool(self._in_flight)
 
     @property
     def num_leases(self) -> int:

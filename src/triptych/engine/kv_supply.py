@@ -39,7 +39,7 @@ class KVSupply:
 
     @property
     def is_copying(self) -> bool:
-        return self._connector.is_copying
+        return bool(self._connector.written_block_ids)
 
     # --- taken from others ------------------------------------------------------------------------------------------
 
@@ -118,7 +118,6 @@ class KVSupply:
         num_held = self._kv.start(request.request_id, hashes, len(request.token_ids) + request.is_early)
         if num_held is None:
             return False
-        incoming.num_held_blocks = num_held
         request.num_computed_tokens = num_held * self._kv.block_size
         self._loading[request.request_id] = request
         request.change_status(RequestStatus.LOADING_KV)
@@ -129,9 +128,9 @@ class KVSupply:
         """Of what is known and not here. What is here by its hash is neither read nor waited for."""
         incoming = request.incoming
         assert incoming is not None
-        block_ids = self._kv.block_ids(request.request_id)
+        block_ids, num_held = self._kv.block_ids(request.request_id), request.num_computed_tokens // self._kv.block_size
         for ticket in incoming.tickets[incoming.num_ordered :]:
-            first, end = max(ticket.first_block, incoming.num_held_blocks), self._num_blocks(ticket.num_tokens)
+            first, end = max(ticket.first_block, num_held), self._kv.num_blocks_for(ticket.num_tokens)
             if first < end:
                 load = KVLoad(request.request_id, ticket, block_ids[first:end], first - ticket.first_block)
                 self._connector.start_load(load)
@@ -184,7 +183,7 @@ class KVSupply:
         request_id, is_last = request.request_id, num_tokens == len(request.token_ids)
         published = self._published.get(request_id)
         first = published[-1].num_tokens // self._kv.block_size if published else 0
-        end = self._num_blocks(num_tokens) if is_last else num_tokens // self._kv.block_size
+        end = self._kv.num_blocks_for(num_tokens) if is_last else num_tokens // self._kv.block_size
         if first < end:
             block_ids = self._kv.block_ids(request_id)[first:end]
             self._kv.mark_published(block_ids)
@@ -222,6 +221,3 @@ class KVSupply:
     def next_deadline(self, requests: Iterable[Request]) -> float | None:
         deadlines = [self._connector.next_deadline(), *(each.kv_deadline for each in requests)]
         return min((each for each in deadlines if each is not None), default=None)
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._kv.block_size)

@@ -164,11 +164,8 @@ class Request:
 
     @property
     def findable_hashes(self) -> Sequence[bytes]:
-        """Of the blocks that may be taken from the prefix cache. One token is left to compute, since its logits are wanted; all of them, if
-        the log-probabilities of the prompt are."""
-        if self.sampling.prompt_logprobs is not None:
-            return ()
-        return self.block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // self.block_hashes.block_size]
+        """Of the blocks that may be taken from the prefix cache: none, if the log-probabilities of all of the prompt are wanted."""
+        return self.block_hashes.findable(self.token_ids) if self.sampling.prompt_logprobs is None else ()
 
     def advance(self, num_tokens: int) -> int:
         """So many tokens more are computed. How many of them were never computed before."""

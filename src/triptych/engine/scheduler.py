@@ -247,9 +247,8 @@ class Scheduler:
                 self._add_window(request, num_tokens, plan, now)
 
     def _schedule_waiting(self, plan: StepPlan, now: float) -> None:
-        max_running = self._max_running
         for request in list(self._waiting):
-            if plan.budget <= 0 or len(self._running) >= max_running:
+            if plan.budget <= 0 or len(self._running) >= self._max_running:
                 return
             if request.incoming is not None:
                 continue

@@ -158,7 +158,7 @@ class ChatCompletionRequest(SamplingFields):
     n: int | None = 1
     stop: str | list[str] | None = None
     user: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
-    priority: int = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # as in the workers' messages
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
 
     @classmethod
@@ -186,7 +186,7 @@ class ChatCompletionRequest(SamplingFields):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs cannot be streamed; leave it out, or stream.", param="prompt_logprobs")
+            raise RequestError("prompt_logprobs cannot be streamed; leave it out, or do not stream.", param="prompt_logprobs")
         if len(self.stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stops):
             raise RequestError(f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters each.", param="stop")
 

@@ -45,10 +45,10 @@ class RunningRequest:
         return len(self.token_ids) - len(self.job.token_ids)
 
     def block_hashes(self, block_size: int) -> Sequence[bytes]:
-        """Of the full blocks before the last token: those that a worker can have of it, as that one is always left to compute."""
+        """Of the blocks that a worker can have of it."""
         if self._block_hashes is None:
             self._block_hashes = BlockHashes(block_size, self.job.items, self.job.cache_salt)
-        return self._block_hashes.extend(self.token_ids)[: (len(self.token_ids) - 1) // block_size]
+        return self._block_hashes.findable(self.token_ids)
 
     def next_call_id(self) -> str:
         """Each call to a worker has an id of its own, so that what is under way for an earlier one cannot touch a later."""

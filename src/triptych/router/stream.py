@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from triptych.errors import TriptychError
 from triptych.http_server import error_body
-from triptych.output import TokenLogprob
+from triptych.output import MIN_LOGPROB, TokenLogprob
 from triptych.router.chat import ChatEnd, ChatPart, ChatUsage
 from triptych.router.choices import ChatDelta, ChoiceEnd, PromptLogprobList, WholeChoice
 from triptych.router.prompt_tokenizer import PromptTokenizer
@@ -156,8 +156,7 @@ def _to_ranked(token: TokenLogprob, tokenizer: PromptTokenizer) -> dict[int, Pro
 
 
 def _finite(logprob: float) -> float:
-    """Minus infinity is not JSON; -9999 stands for it, as in OpenAI's answers."""
-    return max(logprob, -9999.0)
+    return max(logprob, MIN_LOGPROB)
 
 
 def _named(token_id: int, logprob: float, tokenizer: PromptTokenizer) -> TopLogprob:

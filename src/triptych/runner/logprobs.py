@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from triptych.output import TokenLogprob
+from triptych.output import MIN_LOGPROB, TokenLogprob
 
-MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON has not got; as in vLLM
 MAX_SLICE_NUMBERS = 2**24  # logits of a prompt that exist at one time: 64 MiB
 
 

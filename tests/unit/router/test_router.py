@@ -204,6 +204,7 @@ async def test_timing_adds_up_to_what_the_client_sees(serve: Serve, png: Callabl
         ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias", "at most 1024"),
         ({"logit_bias": [5]}, "logit_bias", "dictionary"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
+        ({"priority": 2**31}, "priority", "less than 2147483648"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         ({"max_tokens": 5000}, None, "context of 4096"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
